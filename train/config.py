@@ -1,0 +1,164 @@
+"""How a model is trained: the settings that all training loops share.
+
+Imports no JAX: dtypes and choices are strings. Each default names its source.
+"""
+
+import dataclasses
+from typing import Literal
+
+# Learning rates of the articles that this code base follows, "The lifecycle
+# of a large model", table of SFT settings and its interview answers:
+# pretraining about 2e-4, SFT about 2e-5 (10 to 100 times smaller).
+PRETRAINING_LEARNING_RATE = 2e-4
+SFT_LEARNING_RATE = 2e-5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+  """Learning rate as a function of the step.
+
+  Attributes:
+    kind: after warm-up, "constant"; "linear" or "cosine" (arXiv:1608.03983)
+      down to `final_ratio` of the peak at the last step; "wsd": constant, then
+      linear down in the last `decay_fraction` (arXiv:2404.06395; linear as in
+      arXiv:2405.18392).
+    peak: the highest learning rate.
+    warmup_steps: steps of linear warm-up; None: use `warmup_fraction`.
+    warmup_fraction: the same as a part of all steps.
+    final_ratio: last learning rate over the peak (0.1: arXiv:2203.15556).
+    decay_fraction: part of all steps in which "wsd" decays.
+  """
+
+  kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+  peak: float = PRETRAINING_LEARNING_RATE
+  warmup_steps: int | None = None
+  warmup_fraction: float = 0.02
+  final_ratio: float = 0.1
+  decay_fraction: float = 0.2
+
+  def __post_init__(self):
+    if self.peak <= 0:
+      raise ValueError(f"schedule.peak must be positive, got {self.peak}")
+    if self.warmup_steps is not None and self.warmup_steps < 0:
+      raise ValueError(
+        f"schedule.warmup_steps must not be negative, got {self.warmup_steps}"
+      )
+    for name in ("warmup_fraction", "final_ratio", "decay_fraction"):
+      if not 0.0 <= getattr(self, name) <= 1.0:
+        raise ValueError(
+          f"schedule.{name} must be in [0, 1], got {getattr(self, name)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+  """How gradients become updates.
+
+  Attributes:
+    kind: "adamw" (arXiv:1711.05101) or "sgd".
+    b1: decay of AdamW's first moment (0.9, 0.95: arXiv:2005.14165, app. B).
+    b2: decay of AdamW's second moment.
+    eps: added to the root of the second moment.
+    momentum: of SGD (v = momentum v + g); 0: none.
+    weight_decay: decoupled: w -= learning_rate * weight_decay * w. Norms and
+      biases are not decayed (see `train.optimizers.decayed`).
+    clip_norm: gradients of a larger global norm are scaled down to it
+      (arXiv:1211.5063); None: never.
+  """
+
+  kind: Literal["adamw", "sgd"] = "adamw"
+  b1: float = 0.9
+  b2: float = 0.95
+  eps: float = 1e-8
+  momentum: float = 0.0
+  weight_decay: float = 0.1
+  clip_norm: float | None = 1.0
+
+  def __post_init__(self):
+    for name in ("b1", "b2", "momentum"):
+      if not 0.0 <= getattr(self, name) < 1.0:
+        raise ValueError(
+          f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}"
+        )
+    if self.eps <= 0:
+      raise ValueError(f"optimizer.eps must be positive, got {self.eps}")
+    if self.weight_decay < 0:
+      raise ValueError(
+        "optimizer.weight_decay must not be negative, got"
+        f" {self.weight_decay}"
+      )
+    if self.clip_norm is not None and self.clip_norm <= 0:
+      raise ValueError(
+        "optimizer.clip_norm must be positive, or None for no clipping; got"
+        f" {self.clip_norm}"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepConfig:
+  """How one step is computed; none of it changes what is computed.
+
+  Attributes:
+    precision: a policy of `model.precision`; "auto" by platform.
+    attention: implementation of attention; "auto" by platform.
+    remat: what the backward pass computes again, see `model.execution`.
+    remat_every: layers that share one saved activation.
+    accumulation: micro-batches a step.
+    loss_chunk: positions whose logits exist at a time.
+  """
+
+  precision: str = "auto"
+  attention: str = "auto"
+  remat: str = "none"
+  remat_every: int = 1
+  accumulation: int = 1
+  loss_chunk: int = 1024
+
+  def __post_init__(self):
+    for name in ("remat_every", "accumulation", "loss_chunk"):
+      if getattr(self, name) < 1:
+        raise ValueError(
+          f"step.{name} must be at least 1, got {getattr(self, name)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+  """When to save, and how many to keep.
+
+  Attributes:
+    every: steps between two checkpoints; the last step is always saved.
+    keep: newest checkpoints that stay on disk.
+  """
+
+  every: int = 500
+  keep: int = 3
+
+  def __post_init__(self):
+    for name in ("every", "keep"):
+      if getattr(self, name) < 1:
+        raise ValueError(
+          f"checkpoint.{name} must be at least 1, got {getattr(self, name)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+  """What a run writes down.
+
+  Attributes:
+    log_every: steps between two lines of metrics.jsonl.
+    eval_every: steps between two evaluations on held-out text.
+    tensorboard: also write TensorBoard events.
+  """
+
+  log_every: int = 10
+  eval_every: int = 200
+  tensorboard: bool = True
+
+  def __post_init__(self):
+    for name in ("log_every", "eval_every"):
+      if getattr(self, name) < 1:
+        raise ValueError(
+          f"monitor.{name} must be at least 1, got {getattr(self, name)}"
+        )
