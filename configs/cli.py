@@ -43,15 +43,18 @@ def launch(run: Callable[[Any, str], Any], config_class: type) -> None:
       print(_help(config_class))
       sys.exit(0)
     settings = [a for a in argv if re.match("--?config[.]", a)]
-    rest = FLAGS([a for a in argv if a not in settings])
-    return rest + settings
+    try:
+      return FLAGS([a for a in argv if a not in settings]) + settings
+    except flags.Error as error:
+      sys.exit(f"error: {error}")
 
   def main(argv):
     try:
+      settings = _settings(argv[1:])
       for name in ("config", "workdir"):
         if not FLAGS[name].value:
           raise ValueError(f"--{name} is missing: {FLAGS[name].help}")
-      config = configure(FLAGS.config, config_class, argv[1:])
+      config = configure(FLAGS.config, config_class, settings)
     except ValueError as error:
       sys.exit(f"error: {error}")
     run(config, FLAGS.workdir)
@@ -59,23 +62,17 @@ def launch(run: Callable[[Any, str], Any], config_class: type) -> None:
   app.run(main, flags_parser=parse)
 
 
-def configure(path: str, config_class: type, arguments: list[str]) -> Any:
-  """Loads the config of a command line and applies its overrides.
+def configure(path: str, config_class: type, settings: dict[str, str]) -> Any:
+  """Loads a config and applies overrides: what a command line means.
 
   Args:
     path: FILE.py[:variant].
-    config_class: what it must return.
-    arguments: what stands on the line besides flags: "--config.a.b=value".
+    config_class: the dataclass that it must return.
+    settings: see `override`.
 
   Raises:
-    ValueError: any mistake in the file or on the line.
+    ValueError: any mistake in the file or in the settings.
   """
-  settings = {}
-  for argument in arguments:
-    match = re.fullmatch(r"--?config[.]([^=]+)=(.*)", argument, re.DOTALL)
-    if not match:
-      raise ValueError(f"wanted --config.KEY=VALUE, got {argument!r}")
-    settings[match[1]] = match[2]
   config = load(path)
   if not isinstance(config, config_class):
     raise ValueError(
@@ -133,6 +130,17 @@ def _check_variant(get_config, variant, file):
       f"--config: {str(file)!r} has no variant {variant!r};"
       f" {nearest(variant, variants)}"
     )
+
+
+def _settings(arguments: list[str]) -> dict[str, str]:
+  """What stands on the line besides flags: "--config.a.b=value"."""
+  settings = {}
+  for argument in arguments:
+    match = re.fullmatch(r"--?config[.]([^=]+)=(.*)", argument, re.DOTALL)
+    if not match:
+      raise ValueError(f"wanted --config.KEY=VALUE, got {argument!r}")
+    settings[match[1]] = match[2]
+  return settings
 
 
 def _help(config_class) -> str:
