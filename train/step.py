@@ -1,0 +1,258 @@
+"""One training step: gradients of micro-batches, one division, one update.
+
+A loss returns sums (see `LossFn`). They are added up over micro-batches and
+devices, and divided by the global weight here and nowhere else, so a step does
+not depend on how the batch was split or packed.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model.execution import Execution
+from sharding.arrays import batch_sharding, check_batch_size
+from sharding.rules import replicated
+from train.optimizers import Optimizer, global_norm
+from train.state import TrainState, step_key
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+# (model, batch, dropout key or None, execution) -> (loss sum, weight sum, aux)
+# with float32 scalars; aux is a dict of more sums, reported over the same
+# weight. `batch["row_ids"]` numbers the rows in the global batch, for masks
+# that no split of the batch may change.
+LossFn = Callable[
+  [nnx.Module, Batch, jax.Array | None, Execution],
+  tuple[jax.Array, jax.Array, Metrics],
+]
+
+
+def make_train_step(
+  loss_fn: LossFn,
+  optimizer: Optimizer,
+  execution: Execution,
+  shardings: TrainState,
+  *,
+  accumulation: int = 1,
+  rows_per_example: int = 1,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+  """Returns the jitted `train_step(state, batch) -> (state, metrics)`.
+
+  The state is donated: the one passed in is gone afterwards. Inputs and
+  outputs have explicit shardings, so the second step is not compiled again.
+
+  Metrics are float32 scalars: loss (mean over the global weight), weight_sum
+  (for language models: trained tokens), grad_norm (before clipping),
+  clip_factor, param_norm, learning_rate, nonfinite (1: the loss or the
+  gradient is not finite; the state is spoilt), and every aux sum of the loss
+  over the weight.
+
+  With accumulation, gradients cross the mesh axes that replicate the weights
+  (`data`) once a step: each replica adds up its own. Over `fsdp` they are
+  scattered after every micro-batch, by the nature of it: no device has room
+  for a whole gradient.
+
+  Args:
+    loss_fn: what to minimise.
+    optimizer: how.
+    execution: how the model runs; its mesh and rules place everything.
+    shardings: of the state, from `train.state.shardings_of`.
+    accumulation: micro-batches a step.
+    rows_per_example: neighbouring rows that the loss reads together.
+
+  Raises:
+    ValueError: (at the first step) the batch does not divide over the mesh
+      and the micro-batches.
+  """
+  mesh, rules = execution.mesh, execution.rules
+
+  def train_step(state: TrainState, batch: Batch):
+    num_rows = len(batch["tokens"])
+    check_batch_size(
+      num_rows,
+      mesh,
+      rules,
+      accumulation=accumulation,
+      rows_per_example=rows_per_example,
+    )
+    batch = batch | {"row_ids": jnp.arange(num_rows, dtype=jnp.int32)}
+    sums = _gradient_sums(
+      loss_fn,
+      state.model,
+      batch,
+      step_key(state),
+      execution,
+      shardings.model,
+      accumulation,
+    )
+    # The one division. A batch of nothing but padding has gradient 0.
+    weight = jnp.where(sums.weight > 0, sums.weight, 1.0)
+    grads = jax.tree.map(lambda g: g / weight, sums.grads)
+    model, opt_state, metrics = optimizer.update(
+      grads, state.opt_state, state.model, state.step
+    )
+    loss = sums.loss / weight
+    finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+    metrics |= {
+      "loss": loss,
+      "weight_sum": sums.weight,
+      "param_norm": global_norm(model),
+      "nonfinite": 1.0 - finite.astype(jnp.float32),
+    }
+    clash = metrics.keys() & sums.aux.keys()
+    assert not clash, f"the loss names its aux like a metric: {clash}"
+    metrics |= {name: value / weight for name, value in sums.aux.items()}
+    state = TrainState(
+      step=state.step + 1, model=model, opt_state=opt_state, rng=state.rng
+    )
+    return state, metrics
+
+  return jax.jit(
+    train_step,
+    donate_argnums=0,
+    in_shardings=(shardings, batch_sharding(mesh, rules)),
+    out_shardings=(shardings, replicated(mesh)),
+  )
+
+
+def make_eval_step(
+  loss_fn: LossFn, execution: Execution, model_shardings: nnx.Module
+) -> Callable[[nnx.Module, Batch], tuple[jax.Array, jax.Array, Metrics]]:
+  """Returns the jitted `eval_step(model, batch)`, without dropout.
+
+  It gives the sums of the loss as they are: add them up over batches, divide
+  once.
+
+  Args:
+    loss_fn: the training loss.
+    execution: how the model runs.
+    model_shardings: `shardings.model` of the training step.
+  """
+  mesh, rules = execution.mesh, execution.rules
+
+  def eval_step(model: nnx.Module, batch: Batch):
+    num_rows = len(batch["tokens"])
+    check_batch_size(num_rows, mesh, rules)
+    batch = batch | {"row_ids": jnp.arange(num_rows, dtype=jnp.int32)}
+    return loss_fn(model, batch, None, execution)
+
+  return jax.jit(
+    eval_step,
+    in_shardings=(model_shardings, batch_sharding(mesh, rules)),
+    out_shardings=replicated(mesh),
+  )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+  """What a step adds up over micro-batches and devices, float32."""
+
+  loss: jax.Array
+  weight: jax.Array
+  aux: Metrics
+  grads: Any
+
+
+def _gradient_sums(
+  loss_fn: LossFn,
+  model: nnx.Module,
+  batch: Batch,
+  key: jax.Array,
+  execution: Execution,
+  model_shardings: nnx.Module,
+  accumulation: int,
+) -> _Sums:
+  """Returns the sums of a batch and the gradient of the loss sum."""
+  mesh, rules = execution.mesh, execution.rules
+
+  def micro(batch: Batch, execution: Execution) -> _Sums:
+    def loss(model):
+      total, weight, aux = loss_fn(model, batch, key, execution)
+      return total, (weight, aux)
+
+    (total, (weight, aux)), grads = jax.value_and_grad(loss, has_aux=True)(
+      model
+    )
+    # XLA does not place gradients by itself: each goes where its weight is.
+    grads = jax.lax.with_sharding_constraint(grads, model_shardings)
+    return _Sums(total, weight, aux, grads)
+
+  if accumulation == 1:
+    return micro(batch, execution)
+
+  def accumulate(micro_batches: Batch, execution: Execution) -> _Sums:
+    def add(total, batch):
+      return jax.tree.map(jnp.add, total, micro(batch, execution)), None
+
+    first = jax.tree.map(lambda x: x[0], micro_batches)
+    shapes = jax.eval_shape(lambda batch: micro(batch, execution), first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+    return jax.lax.scan(add, zeros, micro_batches)[0]
+
+  # Were the scan one program over all replicas of the weights, XLA would
+  # reduce every micro-batch. A vmap over the replicas gives each a gradient
+  # of its own; the sum over them afterwards is the only reduction.
+  replicas = _replica_axes(execution, model_shardings)
+  shards = tuple(axis for axis in rules.batch if axis not in replicas)
+  inner = dataclasses.replace(
+    execution, rules=dataclasses.replace(rules, batch=shards)
+  )
+  batch = {
+    name: _split_rows(x, execution, replicas, accumulation)
+    for name, x in batch.items()
+  }
+  if not replicas:
+    return accumulate(jax.tree.map(lambda x: x[0], batch), inner)
+  sums = jax.vmap(
+    lambda batch: accumulate(batch, inner), spmd_axis_name=replicas
+  )(batch)
+  return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
+
+def _replica_axes(
+  execution: Execution, model_shardings: nnx.Module
+) -> tuple[str, ...]:
+  """Returns the mesh axes that split the batch but no weight."""
+  used = set()
+  for place in jax.tree.leaves(model_shardings):
+    for entry in place.spec:
+      used |= {entry} if isinstance(entry, str) else set(entry or ())
+  return tuple(
+    axis
+    for axis in execution.rules.batch
+    if execution.mesh.shape[axis] > 1 and axis not in used
+  )
+
+
+def _split_rows(
+  x: jax.Array,
+  execution: Execution,
+  replicas: tuple[str, ...],
+  accumulation: int,
+) -> jax.Array:
+  """Splits rows into [replicas, accumulation, rows of a micro-batch, ...].
+
+  Every micro-batch takes its rows from every device, so none moves.
+  """
+  mesh, axes = execution.mesh, execution.rules.batch
+  sizes = [mesh.shape[axis] for axis in axes]
+  rows = len(x) // math.prod(sizes) // accumulation
+  shards = [axis for axis in axes if axis not in replicas]
+  order = [axes.index(axis) for axis in (*replicas, *shards)]
+  # The micro-batch dim goes between the replicas and the other shards.
+  order.insert(len(replicas), len(axes))
+  order += range(len(axes) + 1, len(axes) + 1 + x.ndim)
+  num_replicas = math.prod(mesh.shape[axis] for axis in replicas)
+  rest = x.shape[1:]
+  x = x.reshape(*sizes, accumulation, rows, *rest).transpose(order)
+  x = x.reshape(num_replicas, accumulation, -1, *rest)
+  spec = PartitionSpec(replicas or None, None, tuple(shards) or None)
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
