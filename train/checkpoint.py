@@ -106,8 +106,9 @@ def restore(
   if part is not None:
     abstract_state = {part: abstract_state}
     saved = {k: v for k, v in saved.items() if k.startswith(f"{part}.")}
-  wanted = manifest_lib.describe(abstract_state)
-  problems = manifest_lib.mismatches(saved, wanted)
+  problems = manifest_lib.mismatches(
+    saved, manifest_lib.describe(abstract_state)
+  )
   path = pathlib.Path(directory) / str(step)
   if problems:
     message = f"Checkpoint {path} is of another model:"
@@ -119,21 +120,23 @@ def restore(
 
   import orbax.checkpoint as ocp  # 0.8 s; a fresh run does not need it.
 
+  wanted = manifest_lib.by_name(abstract_state)
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    state = checkpointer.restore(
+    arrays = checkpointer.restore(
       (path / _STATE).absolute(),
       args=ocp.args.PyTreeRestore(
-        item=abstract_state,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(
-          abstract_state
-        ),
+        item=wanted,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
         partial_restore=part is not None,
       ),
     )
-  if part is not None:
-    state = state[part]
+  treedef = jax.tree.structure(abstract_state)
+  state = jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
   return Restored(
-    step=step, state=state, data=manifest["data"], config=manifest["config"]
+    step=step,
+    state=state if part is None else state[part],
+    data=manifest["data"],
+    config=manifest["config"],
   )
 
 
@@ -264,7 +267,9 @@ class Saver:
     }
     self._manager.save(
       step,
-      args=ocp.args.Composite(**{_STATE: ocp.args.PyTreeSave(state)}),
+      args=ocp.args.Composite(
+        **{_STATE: ocp.args.PyTreeSave(manifest_lib.by_name(state))}
+      ),
       force=True,
     )
 

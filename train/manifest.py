@@ -18,15 +18,20 @@ _ORBAX_NOTES = "_CHECKPOINT_METADATA"  # Times; rewritten on commit, never read.
 _MAX_SHOWN = 6  # Differences named in one message.
 
 
-def describe(tree) -> dict[str, dict]:
-  """Name -> {"shape", "dtype"} of every leaf of a (possibly abstract) pytree."""
+def by_name(tree) -> dict:
+  """The leaves of a pytree under their dotted names, in its order."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {
-    jax.tree_util.keystr(path, simple=True, separator="."): {
-      "shape": list(leaf.shape),
-      "dtype": str(leaf.dtype),
-    }
+    jax.tree_util.keystr(path, simple=True, separator="."): leaf
     for path, leaf in leaves
+  }
+
+
+def describe(tree) -> dict[str, dict]:
+  """Name -> {"shape", "dtype"} of every leaf, arrays or abstract."""
+  return {
+    name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+    for name, leaf in by_name(tree).items()
   }
 
 
