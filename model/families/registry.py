@@ -1,0 +1,29 @@
+"""Families by the `model_type` of their config.json."""
+
+import difflib
+
+from model.families import gemma2, gemma3, llama, mistral, qwen2, qwen3
+from model.families.family import Family
+
+FAMILIES = {
+  module.FAMILY.model_type: module.FAMILY
+  for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3)
+}
+
+
+def find(model_type: str) -> Family:
+  """The family of a `model_type`.
+
+  Raises:
+    ValueError: there is none of this name; the nearest are shown.
+  """
+  if model_type not in FAMILIES:
+    near = difflib.get_close_matches(model_type, FAMILIES) or sorted(FAMILIES)
+    hint = ""
+    if model_type == "gemma3":
+      hint = "; a Gemma 3 with images must first be saved as its text model"
+    raise ValueError(
+      f"there is no model family {model_type!r}; did you mean one of {near}?"
+      f"{hint}"
+    )
+  return FAMILIES[model_type]
