@@ -5,12 +5,12 @@ device (it is a few integers a token), until the first constraint of the model
 splits the sequence.
 """
 
-from collections.abc import Mapping
 import math
+from collections.abc import Mapping
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from sharding.axes import Rules
 from sharding.rules import mesh_axes, spec

@@ -1,7 +1,7 @@
 """Devices in a grid with named axes."""
 
-from collections.abc import Sequence
 import math
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -37,7 +37,7 @@ def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
       + " and ".join(f"mesh.{axis}=-1" for axis in rest)
     )
   fixed = math.prod(size for size in sizes.values() if size != -1)
-  asked = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+  asked = " x ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1)
   if fixed > num_devices:
     raise ValueError(
       f"the mesh asks for {asked} = {fixed} devices, but there are"
@@ -55,7 +55,7 @@ def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def make_mesh(
-  config: MeshConfig = MeshConfig(),
+  config: MeshConfig,
   *,
   devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:

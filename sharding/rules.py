@@ -4,13 +4,13 @@ A weight or an activation names its dims ("embed", "heads", ...); `Rules` maps
 each name to mesh axes; the two give a `PartitionSpec`.
 """
 
-from collections.abc import Sequence
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TypeVar
 
-from flax import nnx
 import jax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.axes import MESH_AXES, Rules

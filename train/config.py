@@ -102,20 +102,22 @@ class StepConfig:
     precision: a policy of `model.precision`; "auto" by platform.
     attention: implementation of attention; "auto" by platform.
     remat: what the backward pass computes again, see `model.execution`.
-    remat_every: layers that share one saved activation.
+    remat_every: layers between two kept inputs, for remat="block".
+    unroll: layers per iteration of the compiled loop.
     accumulation: micro-batches a step.
-    loss_chunk: positions whose logits exist at a time.
+    loss_chunk: tokens per device whose logits exist at a time.
   """
 
   precision: str = "auto"
   attention: str = "auto"
-  remat: str = "none"
+  remat: Literal["none", "dots", "block", "nested"] = "none"
   remat_every: int = 1
+  unroll: int = 1
   accumulation: int = 1
   loss_chunk: int = 1024
 
   def __post_init__(self):
-    for name in ("remat_every", "accumulation", "loss_chunk"):
+    for name in ("remat_every", "unroll", "accumulation", "loss_chunk"):
       if getattr(self, name) < 1:
         raise ValueError(
           f"step.{name} must be at least 1, got {getattr(self, name)}"

@@ -7,10 +7,10 @@ policy.
 import dataclasses
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from sharding.rules import is_variable
 from train.config import OptimizerConfig

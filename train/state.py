@@ -3,13 +3,13 @@
 The position in the data is not here: batches are a function of (seed, step).
 """
 
-from collections.abc import Callable
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from sharding.axes import Rules

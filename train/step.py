@@ -5,14 +5,14 @@ devices, and divided by the global weight here and nowhere else, so a step does
 not depend on how the batch was split or packed.
 """
 
-from collections.abc import Callable
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model.execution import Execution
@@ -171,7 +171,7 @@ def _gradient_sums(
   accumulation: int,
 ) -> _Sums:
   """Returns the sums of a batch and the gradient of the loss sum."""
-  mesh, rules = execution.mesh, execution.rules
+  rules = execution.rules
 
   def micro(batch: Batch, execution: Execution) -> _Sums:
     def loss(model):
