@@ -1,0 +1,329 @@
+"""Conversations -> token ids and the mask of what the assistant said.
+
+A chat template is a Jinja program that comes with a checkpoint; it runs in
+Jinja's sandbox. The mask is decided in token space: the rendering is cut at
+the borders of the assistant's turns before it is tokenised, so no token
+straddles a border and the prompt part has the very ids that generation will
+start from. Nothing is searched for in the text.
+"""
+
+import datetime
+import functools
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.tokenizer import Tokenizer, split_special
+
+DEFAULT_TEMPLATE = """\
+{{ bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|assistant|>' }}
+{%- generation %}{{ message.content + '<|end|>' }}{% endgeneration %}
+{%- elif message.role in ('system', 'user') %}
+{{- '<|' + message.role + '|>' + message.content + '<|end|>' }}
+{%- else %}
+{{- raise_exception('roles are system, user, assistant; got '
+                    + message.role) }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+Message = dict[str, Any]  # {"role": str, "content": str, ...}
+
+# Unicode noncharacters that stand, while a template runs, for what must
+# survive it: borders of a generation block, and literals of the content.
+_BEGIN, _END, _HOLD = "\ufdd0", "\ufdd1", "\ufdd2"
+
+
+class ChatTemplate:
+  """A Jinja chat template as Hugging Face writes them.
+
+  Templates see `messages`, `add_generation_prompt`, `bos_token`, `eos_token`,
+  `raise_exception`, `strftime_now`, the `tojson` filter, loop controls and
+  `{% generation %}` blocks.
+  """
+
+  def __init__(self, source: str):
+    import jinja2
+
+    self.source = source
+    try:
+      self._template = _environment().from_string(source)
+      self._marks_generation = bool(_GENERATION.search(source))
+    except jinja2.TemplateSyntaxError as error:
+      raise ValueError(
+        f"chat template, line {error.lineno}: {error.message}"
+      ) from None
+
+  @classmethod
+  def load(cls, path: str | os.PathLike) -> "ChatTemplate":
+    """Reads a Jinja file, or the template in a Hugging Face folder."""
+    path = Path(path)
+    if path.is_file():
+      return cls(path.read_text())
+    if (path / "chat_template.jinja").is_file():
+      return cls((path / "chat_template.jinja").read_text())
+    if (path / "tokenizer_config.json").is_file():
+      config = json.loads((path / "tokenizer_config.json").read_text())
+      template = config.get("chat_template")
+      if isinstance(template, list):  # several, by name
+        template = {t["name"]: t["template"] for t in template}.get("default")
+      if template:
+        return cls(template)
+    raise ValueError(
+      f"no chat template at {str(path)!r}: wanted a Jinja file, or a folder"
+      " with chat_template.jinja or a chat_template in tokenizer_config.json"
+    )
+
+  def render(
+    self,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = False,
+    bos_token: str = "",
+    eos_token: str = "",
+    **variables,
+  ) -> str:
+    """The conversation as one string."""
+    text = self._render(
+      messages, add_generation_prompt, bos_token, eos_token, variables
+    )
+    return text.replace(_BEGIN, "").replace(_END, "")
+
+  def encode(
+    self, tokenizer: Tokenizer, messages: Sequence[Message], **variables
+  ) -> tuple[list[int], list[bool]]:
+    """Token ids, and for each whether the assistant wrote it.
+
+    The token that ends an assistant turn is in the mask: a model never
+    trained on it never stops. What a template writes after that token (a
+    newline) is not: it is never sampled. Special tokens spelled in the
+    content of a message stay text.
+
+    Returns:
+      (ids, mask) of equal length.
+
+    Raises:
+      ValueError: the template fails or refuses the conversation, the mask
+        is empty, or BOS is written twice.
+    """
+    text, literals = self._render_held(
+      tokenizer, messages, False, variables
+    )
+    if self._marks_generation:
+      runs = _runs_of_blocks(text, _piece(tokenizer, tokenizer.eos_id))
+    else:
+      runs = self._runs_of_prefixes(tokenizer, messages, text, variables)
+    ids, mask = [], []
+    for run, is_assistant in runs:
+      run_ids = _encode_held(tokenizer, run, literals)
+      ids += run_ids
+      mask += [is_assistant] * len(run_ids)
+    _check_bos(tokenizer, ids)
+    if not any(mask):
+      raise ValueError(
+        "the assistant mask is empty: there would be nothing to learn from a"
+        f" conversation with roles {[m['role'] for m in messages]}; it needs"
+        " an assistant message that is not empty, and the template must write"
+        " it inside {% generation %} ... {% endgeneration %} if it has such"
+        " blocks"
+      )
+    return ids, mask
+
+  def encode_prompt(
+    self, tokenizer: Tokenizer, messages: Sequence[Message], **variables
+  ) -> list[int]:
+    """Token ids up to where the assistant's next answer begins."""
+    text, literals = self._render_held(tokenizer, messages, True, variables)
+    text = text.replace(_BEGIN, "").replace(_END, "")
+    ids = _encode_held(tokenizer, text, literals)
+    _check_bos(tokenizer, ids)
+    return ids
+
+  def _render(self, messages, add_generation_prompt, bos, eos, variables):
+    import jinja2
+
+    _check_messages(messages)
+    try:
+      return self._template.render(
+        messages=messages, add_generation_prompt=add_generation_prompt,
+        bos_token=bos, eos_token=eos, **variables,
+      )
+    except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as e:
+      raise ValueError(
+        "the chat template failed on a conversation with roles"
+        f" {[m['role'] for m in messages]}: {e}"
+      ) from None
+
+  def _render_held(self, tokenizer, messages, add_generation_prompt, variables):
+    """Renders with special tokens of the content held back as literals."""
+    _check_messages(messages)
+    literals = []
+    text = self._render(
+      _hold(messages, tokenizer, literals), add_generation_prompt,
+      _piece(tokenizer, tokenizer.bos_id), _piece(tokenizer, tokenizer.eos_id),
+      variables,
+    )
+    return text, literals
+
+  def _runs_of_prefixes(self, tokenizer, messages, text, variables):
+    """Assistant turns by rendering ever longer beginnings.
+
+    A turn is what the conversation up to and including it has beyond the
+    generation prompt before it.
+    """
+    runs, done = [], 0
+    for i, message in enumerate(messages):
+      if message["role"] != "assistant":
+        continue
+      # The literals are numbered in order of messages, so beginnings of the
+      # conversation hold the same numbers.
+      before, _ = self._render_held(tokenizer, messages[:i], True, variables)
+      after, _ = self._render_held(
+        tokenizer, messages[: i + 1], False, variables
+      )
+      if not (after.startswith(before) and text.startswith(after)):
+        raise ValueError(
+          f"the chat template rewrites earlier turns when message {i} is"
+          " added, so the assistant's tokens cannot be told apart: mark them"
+          " in the template with {% generation %} ... {% endgeneration %}"
+        )
+      turn = after[len(before):]
+      ends = [
+        found.end()
+        for token in tokenizer.special_tokens
+        for found in re.finditer(re.escape(token), turn)
+      ]
+      stop = len(before) + max(ends, default=len(turn))
+      runs += [(text[done : len(before)], False), (text[len(before):stop], True)]
+      done = stop
+    return runs + [(text[done:], False)]
+
+
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@functools.cache
+def _environment():
+  """The sandbox that Hugging Face templates expect."""
+  import jinja2
+  import jinja2.ext
+  import jinja2.nodes
+  import jinja2.sandbox
+
+  class Generation(jinja2.ext.Extension):
+    """`{% generation %}`: its output is what the assistant wrote."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(
+        ("name:endgeneration",), drop_needle=True
+      )
+      call = self.call_method("_mark")
+      return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _mark(self, caller):
+      return f"{_BEGIN}{caller()}{_END}"
+
+  def raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+  def tojson(value, indent=None, ensure_ascii=False):
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True,
+    extensions=[Generation, jinja2.ext.loopcontrols],
+  )
+  environment.filters["tojson"] = tojson
+  environment.globals["raise_exception"] = raise_exception
+  environment.globals["strftime_now"] = (
+    lambda form: datetime.datetime.now().strftime(form)
+  )
+  return environment
+
+
+def _check_messages(messages) -> None:
+  if not isinstance(messages, Sequence) or isinstance(messages, str):
+    raise ValueError(
+      "wanted a list of messages {'role': ..., 'content': ...}, got"
+      f" {type(messages).__name__}"
+    )
+  for i, message in enumerate(messages):
+    if not isinstance(message, dict) or not isinstance(
+      message.get("role"), str
+    ):
+      raise ValueError(
+        f"message {i} must be a dict with a 'role', got {message!r:.100}"
+      )
+    if "content" not in message and "tool_calls" not in message:
+      raise ValueError(
+        f"message {i} ({message['role']}) has no 'content', only"
+        f" {sorted(message)}"
+      )
+
+
+def _piece(tokenizer: Tokenizer, token_id: int | None) -> str:
+  return "" if token_id is None else tokenizer.id_to_piece(token_id)
+
+
+def _hold(value, tokenizer: Tokenizer, literals: list[str]):
+  """Replaces control tokens spelled in strings by numbered placeholders."""
+  if isinstance(value, dict):
+    return {
+      k: v if k == "role" else _hold(v, tokenizer, literals)
+      for k, v in value.items()
+    }
+  if isinstance(value, list | tuple):
+    return [_hold(v, tokenizer, literals) for v in value]
+  if not isinstance(value, str):
+    return value
+  parts = []
+  held = {*tokenizer.special_tokens, _BEGIN, _END, _HOLD}
+  for part, special in split_special(value, held):
+    if special:
+      literals.append(part)
+      part = f"{_HOLD}{len(literals) - 1}{_HOLD}"
+    parts.append(part)
+  return "".join(parts)
+
+
+def _encode_held(tokenizer, text: str, literals: list[str]) -> list[int]:
+  """Ids of rendered text: its own control tokens are real, held ones text."""
+  ids = []
+  parts = re.split(f"{_HOLD}([0-9]+){_HOLD}", text)
+  for i, part in enumerate(parts):
+    if i % 2:
+      ids += tokenizer.encode(literals[int(part)])
+    elif part:
+      ids += tokenizer.encode(part, allow_special=True)
+  return ids
+
+
+def _runs_of_blocks(text: str, eos_token: str) -> list[tuple[str, bool]]:
+  """Cuts at the borders of generation blocks, EOS after a block included."""
+  runs = []
+  for i, part in enumerate(text.split(_BEGIN)):
+    inside, end, outside = part.partition(_END)
+    if i == 0 or not end:
+      runs.append((part, False))
+      continue
+    if eos_token and outside.startswith(eos_token):
+      inside, outside = inside + eos_token, outside[len(eos_token):]
+    runs += [(inside, True), (outside, False)]
+  return runs
+
+
+def _check_bos(tokenizer: Tokenizer, ids: list[int]) -> None:
+  if tokenizer.bos_id is not None and ids[:2] == [tokenizer.bos_id] * 2:
+    raise ValueError(
+      f"the conversation begins with two {_piece(tokenizer, tokenizer.bos_id)}"
+      " (BOS): the template writes it once too often"
+    )
