@@ -8,14 +8,14 @@ before the rename, so a killed process leaves no checkpoint that looks whole.
 Steps count finished updates: checkpoint 10 continues with batch 10.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import pathlib
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
-from absl import logging
 import jax
+from absl import logging
 
 from train import manifest as manifest_lib
 
@@ -76,6 +76,22 @@ def verify(directory: str | pathlib.Path, step: int) -> dict:
       f"Checkpoint {path} is damaged:" + manifest_lib.some(problems)
     )
   return manifest
+
+
+def run_config(directory: str | pathlib.Path) -> dict:
+  """The config of the run that saved the newest checkpoint.
+
+  Raises:
+    DamagedCheckpointError: no checkpoint has a readable manifest.
+  """
+  for step in reversed(steps(directory)):
+    try:
+      manifest = manifest_lib.read(pathlib.Path(directory) / str(step))
+    except ValueError:
+      continue
+    if manifest is not None:
+      return manifest["config"]
+  raise DamagedCheckpointError(f"No checkpoint in {directory} is whole.")
 
 
 def restore(

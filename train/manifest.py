@@ -5,11 +5,11 @@ asked for. The manifest notices both. It is written last, so that a checkpoint
 without one is unfinished, and it holds a checksum of itself.
 """
 
-from collections.abc import Mapping
-from concurrent import futures
 import hashlib
 import json
 import pathlib
+from collections.abc import Mapping
+from concurrent import futures
 
 import jax
 

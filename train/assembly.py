@@ -1,0 +1,107 @@
+"""The parts that every training main puts together in the same way."""
+
+import os
+import pathlib
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh
+
+from data.loader import Loader, open_store
+from data.tokenizer import Tokenizer
+from model.config import ModelConfig
+from model.execution import Execution
+from model.precision import resolve
+from sharding.arrays import process_rows, to_global
+from sharding.axes import Rules
+from train.config import StepConfig
+from train.held_out import make_evaluate
+from train.monitor import FlopsPerToken
+from train.peak import peak
+from train.run_config import HeldOutConfig
+
+
+def open_run(
+  workdir: str, config_json: str, *, compilation_cache: str | None
+) -> pathlib.Path:
+  """Makes the run folder and writes config.json; returns the folder.
+
+  Args:
+    workdir: the run folder; it may be there already.
+    config_json: of the run.
+    compilation_cache: folder that keeps compiled programs between runs.
+  """
+  if compilation_cache is not None:
+    jax.config.update("jax_compilation_cache_dir", compilation_cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  folder = pathlib.Path(workdir).absolute()
+  if jax.process_index() == 0:
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / "config.json.partial"
+    partial.write_text(config_json)
+    os.replace(partial, folder / "config.json")
+  return folder
+
+
+def make_execution(config: StepConfig, mesh: Mesh, rules: Rules) -> Execution:
+  """How the model runs on this mesh."""
+  platform = mesh.devices.flat[0].platform
+  return Execution(
+    precision=resolve(config.precision, platform),
+    attention=config.attention,
+    remat=config.remat,
+    remat_every=config.remat_every,
+    loss_chunk=config.loss_chunk,
+    mesh=mesh,
+    rules=rules,
+  )
+
+
+def make_held_out(
+  config: HeldOutConfig,
+  tokenizer: Tokenizer,
+  eval_step: Callable,
+  *,
+  seq_len: int,
+  global_batch_size: int,
+  overlong: str,
+  execution: Execution,
+) -> Callable[..., dict[str, float]] | None:
+  """The evaluation of `train/held_out.py`; None: `config` names no store.
+
+  Args:
+    config: which store, and how much of it.
+    tokenizer: that wrote it.
+    eval_step: from `train.step.make_eval_step`.
+    seq_len: T.
+    global_batch_size: of training, taken where `config` has none.
+    overlong: as in training.
+    execution: its mesh and rules place the batches.
+  """
+  if config.path is None:
+    return None
+  mesh, rules = execution.mesh, execution.rules
+  batch_size = config.global_batch_size or global_batch_size
+  loader = Loader(
+    open_store(config.path, tokenizer),
+    seq_len=seq_len,
+    global_batch_size=batch_size,
+    rows=process_rows(batch_size, mesh, rules),
+    overlong=overlong,
+    shuffle=False,
+    num_epochs=1,
+  )
+  place = lambda batch: to_global(batch, mesh, rules)
+  return make_evaluate(eval_step, loader, place, num_batches=config.num_batches)
+
+
+def utilisation(model: ModelConfig, seq_len: int, execution: Execution) -> dict:
+  """The arguments of `train.loop.fit` that make it report MFU."""
+  return {
+    "flops": None,
+    "peak": peak(
+      list(execution.mesh.devices.flat),
+      operand_dtype=execution.precision.operands,
+    ),
+  }

@@ -1,0 +1,123 @@
+"""Pretraining: next-token prediction on packed documents.
+
+  python -m train.pretrain --config=configs/pretrain_tiny.py --workdir=DIR
+
+A run that was stopped continues when it is started again with the same
+workdir. `run` is the same for notebooks.
+"""
+
+import dataclasses
+import json
+
+from configs import cli
+from train.run_config import PretrainConfig, Result
+
+
+def run(config: PretrainConfig, workdir: str) -> Result:
+  """Trains, from scratch, from `config.init_from` or from where it stopped.
+
+  Args:
+    config: see `train/run_config.py`.
+    workdir: the run folder: config.json, metrics.jsonl, TensorBoard events,
+      checkpoints/.
+
+  Raises:
+    ValueError: a setting that cannot be, or a checkpoint of another model.
+    NonFiniteError: the loss was NaN or infinite.
+  """
+  # ---- Imports: `--help` must not wait for JAX ----
+  from data import tokenizer as tokenizer_lib
+  from data.loader import open_loader
+  from model.transformer import Transformer
+  from sharding.arrays import check_batch_size, process_rows, to_global
+  from sharding.mesh import make_mesh
+  from train import assembly, checkpoint, initial
+  from train.loop import fit
+  from train.objective import lm_loss
+  from train.optimizers import make_optimizer
+  from train.schedules import make_schedule
+  from train.state import (
+    abstract_state,
+    init_state,
+    shardings_of,
+    state_from_model,
+  )
+  from train.step import make_eval_step, make_train_step
+
+  folder = assembly.open_run(
+    workdir,
+    json.dumps(cli.to_dict(config), indent=2),
+    compilation_cache=config.compilation_cache,
+  )
+
+  # ---- Devices ----
+  mesh, rules = make_mesh(config.mesh), config.rules
+  execution = assembly.make_execution(config.step, mesh, rules)
+
+  # ---- Data ----
+  data = config.data
+  check_batch_size(
+    data.global_batch_size, mesh, rules, accumulation=config.step.accumulation
+  )
+  tokenizer = tokenizer_lib.load(data.tokenizer)
+  tokenizer_lib.check_vocab(tokenizer, config.model.vocab_size)
+  rows = process_rows(data.global_batch_size, mesh, rules)
+  batches = open_loader(data, tokenizer, rows=rows)
+
+  # ---- Model and step ----
+  optimizer = make_optimizer(
+    config.optimizer, make_schedule(config.schedule, config.num_steps)
+  )
+  make_model = lambda rngs: Transformer(config.model, rngs=rngs)
+  abstract = abstract_state(make_model, optimizer, mesh=mesh, rules=rules)
+  shardings = shardings_of(abstract)
+  train_step = make_train_step(
+    lm_loss(z_loss=config.z_loss),
+    optimizer,
+    execution,
+    shardings,
+    accumulation=config.step.accumulation,
+  )
+  evaluate = assembly.make_held_out(
+    config.held_out,
+    tokenizer,
+    make_eval_step(lm_loss(), execution, shardings.model),
+    seq_len=data.seq_len,
+    global_batch_size=data.global_batch_size,
+    overlong=data.overlong,
+    execution=execution,
+  )
+
+  # ---- State: where the run stopped, or a start ----
+  restored = checkpoint.restore_latest(
+    folder / "checkpoints", abstract, config=dataclasses.asdict(config)
+  )
+  placed = {"seed": config.seed, "mesh": mesh, "rules": rules}
+  if restored is not None:
+    state = restored.state
+  elif config.init_from is not None:
+    model = initial.load_model(config.init_from, mesh=mesh, rules=rules)
+    initial.check_same(model.config, config.model, config.init_from)
+    state = state_from_model(model, optimizer, **placed)
+    del model
+  else:
+    state = init_state(make_model, optimizer, **placed)
+  del restored
+
+  # ---- Train ----
+  state, history = fit(
+    state,
+    train_step,
+    batches,
+    config=config,
+    workdir=folder,
+    place=lambda batch: to_global(batch, mesh, rules),
+    evaluate=evaluate,
+    **assembly.utilisation(config.model, data.seq_len, execution),
+    label="pretrain",
+  )
+  return Result(state=state, history=history)
+
+
+if __name__ == "__main__":
+  cli.launch(run, PretrainConfig)
