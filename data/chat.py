@@ -219,7 +219,7 @@ def _environment():
   class Generation(jinja2.ext.Extension):
     """`{% generation %}`: its output is what the assistant wrote."""
 
-    tags = {"generation"}
+    tags = frozenset({"generation"})
 
     def parse(self, parser):
       line = next(parser.stream).lineno

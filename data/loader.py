@@ -176,14 +176,13 @@ class Loader:
     stop = 2**62 if self.num_batches is None else self.num_batches
     if start_step >= stop:
       return
-    batches, threads = self._prefetch
+    ahead, threads = self._prefetch
     read_options = grain.ReadOptions(
-      num_threads=threads, prefetch_buffer_size=batches
+      num_threads=threads, prefetch_buffer_size=ahead
     )
     steps = grain.MapDataset.range(start_step, stop)
-    yield from steps.map(lambda step: (step, *self.batch(step))).to_iter_dataset(
-      read_options
-    )
+    batches = steps.map(lambda step: (step, *self.batch(step)))
+    yield from batches.to_iter_dataset(read_options)
 
   def _plan(self, s: int, packing: str, window: int, overlong: str):
     data = self.datasets[s]

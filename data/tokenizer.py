@@ -13,6 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+# The files that make up a tokenizer, for whoever copies one.
+FILES = (
+  "tokenizer.model", "tokenizer.json", "tokenizer_config.json",
+  "special_tokens_map.json",
+)
 CHAT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 # Runs that source code is full of; spaces are written as SentencePiece's "▁".
@@ -83,11 +88,15 @@ class SentencePieceTokenizer:
       for i in range(self.vocab_size) if self._model.is_control(i)
     }
     self.fingerprint = hashlib.sha256(proto).hexdigest()[:16]
-    # A literal "▁" would come back as a space: it goes in as its bytes.
+    # A literal "▁" would come back as a space: it goes in as its bytes. Not
+    # where there are none, or where each part of a text would get a prefix.
     self._space_bytes = [
       self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()
     ]
-    self._has_bytes = self.unk_id not in self._space_bytes
+    self._keeps_space = (
+      self.unk_id not in self._space_bytes
+      and not self._model.encode_as_pieces("a")[0].startswith(_SPACE)
+    )
 
   def encode(self, text, *, bos=False, eos=False, allow_special=False):
     if allow_special:
@@ -106,7 +115,7 @@ class SentencePieceTokenizer:
     ]
 
   def _plain(self, text: str) -> list[int]:
-    if _SPACE not in text or not self._has_bytes:
+    if _SPACE not in text or not self._keeps_space:
       return self._model.encode(text)
     ids = []
     for i, part in enumerate(text.split(_SPACE)):
