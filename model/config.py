@@ -131,8 +131,14 @@ class ModelConfig:
 
   def __post_init__(self):
     for name in (
-      "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads",
-      "head_dim", "mlp_dim", "max_positions",
+      "vocab_size",
+      "num_layers",
+      "embed_dim",
+      "num_heads",
+      "num_kv_heads",
+      "head_dim",
+      "mlp_dim",
+      "max_positions",
     ):
       if getattr(self, name) < 1:
         raise ValueError(

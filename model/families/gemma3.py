@@ -24,9 +24,9 @@ def _read(fields: Fields) -> dict:
   # Transformers reads but does not apply soft-caps here.
   for name in ("attn_logit_softcapping", "final_logit_softcapping"):
     fields.expect(name)
-  return common | _read_ropes(fields, common["max_positions"]) | {
-    "qk_norm": True
-  }
+  return (
+    common | _read_ropes(fields, common["max_positions"]) | {"qk_norm": True}
+  )
 
 
 def _read_ropes(fields: Fields, max_positions: int) -> dict:

@@ -42,8 +42,9 @@ FAMILY = family.Family(
   model_type="qwen2",
   architecture="Qwen2ForCausalLM",
   names=family.HUGGINGFACE,
-  read=lambda fields: read_qwen(fields, derive_head_dim=True)
-  | {"qkv_bias": True},
+  read=lambda fields: (
+    read_qwen(fields, derive_head_dim=True) | {"qkv_bias": True}
+  ),
   write=write_qwen,
   gguf_architecture="qwen2",
   read_gguf=lambda fields, shared: {},

@@ -1,0 +1,152 @@
+"""Multi-head, grouped-query and multi-query attention."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model import rope, weights
+from model.config import ModelConfig
+from model.dropout import fold
+from model.execution import Execution
+from model.linear import Linear
+from model.norms import Norm
+from pallas_kernels.flash_attention.op import flash_attention
+
+
+class View(NamedTuple):
+  """What is the same for every layer of a forward pass.
+
+  Attributes:
+    angles: a (cos, sin) pair for each kind of layer, or () without rotary
+      embedding; see `rope.angles`.
+    segment_ids: int32 [B, T] of the queries; None: all of one segment.
+    positions: int32 [B, T] of the queries, with a cache only.
+    slots: int32 [B, T], where a cache takes their keys and values.
+    cached: int32 [B, S], the position in each slot of a cache, -1 empty.
+  """
+
+  angles: tuple
+  segment_ids: jax.Array | None
+  positions: jax.Array | None = None
+  slots: jax.Array | None = None
+  cached: jax.Array | None = None
+
+
+class Attention(nnx.Module):
+  """Projections around `flash_attention`."""
+
+  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    """Declares the weights: q [D, N, H], k and v [D, K, H], out [N, H, D]."""
+    D, N, K = config.embed_dim, config.num_heads, config.num_kv_heads
+    H = config.head_dim
+    self.config = config
+    start = weights.fan_in(D)
+    queries = dict(embed=D, heads=N, head_dim=H)
+    keys = dict(embed=D, kv_heads=K, head_dim=H)
+    bias = config.qkv_bias
+    self.q = Linear("BTD,DNH->BTNH", start, rngs=rngs, bias=bias, **queries)
+    self.k = Linear("BTD,DKH->BTKH", start, rngs=rngs, bias=bias, **keys)
+    self.v = Linear("BTD,DKH->BTKH", start, rngs=rngs, bias=bias, **keys)
+    if config.qk_norm:
+      self.q_norm = Norm(config, rngs=rngs, kind="rms", head_dim=H)
+      self.k_norm = Norm(config, rngs=rngs, kind="rms", head_dim=H)
+    self.out = Linear(
+      "BTNH,NHD->BTD",
+      weights.fan_in(N * H, branches=2 * config.num_layers),
+      rngs=rngs,
+      bias=config.out_bias,
+      heads=N,
+      head_dim=H,
+      embed=D,
+    )
+
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    view: View,
+    *,
+    kind: int | jax.Array,
+    cache,
+    dropout_keys_B: jax.Array | None,
+    execution: Execution,
+  ):
+    """Attends over the row itself, or over a cache.
+
+    Args:
+      x_BTD: normalised input.
+      view: positions and segments.
+      kind: index of the layer's kind among the distinct kinds of the model;
+        traced where layers of several kinds are scanned.
+      cache: None, or a function (k_BTKH, v_BTKH) -> (k_BSKH, v_BSKH, new)
+        that stores and returns what this layer has seen.
+      dropout_keys_B: a PRNG key a row, or None.
+      execution: how to run.
+
+    Returns:
+      The output [B, T, D], and the `new` that `cache` gave (None without).
+    """
+    config, shard = self.config, execution.shard
+    q = shard(self.q(x_BTD, execution), ("batch", "seq", "heads", None))
+    k = shard(self.k(x_BTD, execution), ("batch", "seq", "kv_heads", None))
+    v = shard(self.v(x_BTD, execution), ("batch", "seq", "kv_heads", None))
+    if config.qk_norm:
+      q, k = self.q_norm(q), self.k_norm(k)
+    if view.angles:
+      cos, sin = _pick(view.angles, kind)
+      q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+    new = None
+    if cache is not None:
+      k, v, new = cache(k, v)
+
+    def attend(window: int | None):
+      return lambda q, k, v: flash_attention(
+        q,
+        k,
+        v,
+        causal=config.causal,
+        window=window,
+        scale=config.attention_scale,
+        soft_cap=config.attention_softcap,
+        dropout_rate=config.attention_dropout,
+        dropout_keys_B=fold(dropout_keys_B, 0),
+        operands=execution.precision.operands,
+        impl=execution.attention,
+        **_rows(view),
+      )
+
+    windows = dict(local=config.window) | {"global": None}
+    kinds = tuple(dict.fromkeys(config.layer_kinds))
+    branches = [attend(windows[name]) for name in kinds]
+    if isinstance(kind, int):
+      y = branches[kind](q, k, v)
+    else:
+      y = jax.lax.switch(kind, branches, q, k, v)
+    y = shard(y, ("batch", "seq", "heads", None))
+    return self.out(y, execution), new
+
+
+def _pick(choices: tuple, index: int | jax.Array):
+  """One of several equal trees of arrays; the index may be traced."""
+  if isinstance(index, int):
+    return choices[index]
+  return jax.tree.map(lambda *x: jnp.stack(x)[index], *choices)
+
+
+def _rows(view: View) -> dict[str, jax.Array]:
+  """The arguments of `flash_attention` that say who may see whom."""
+  if view.cached is not None:
+    # A filled slot is visible to every query of its row that is not padding.
+    filled = (view.cached >= 0).astype(jnp.int32)
+    segments = view.segment_ids
+    real = jnp.ones_like(view.positions) if segments is None else segments != 0
+    return dict(
+      q_positions=view.positions,
+      k_positions=view.cached,
+      q_segment_ids=real.astype(jnp.int32),
+      k_segment_ids=filled,
+    )
+  if view.segment_ids is None:
+    return {}
+  return dict(q_segment_ids=view.segment_ids, k_segment_ids=view.segment_ids)

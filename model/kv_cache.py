@@ -1,0 +1,102 @@
+"""Keys and values of the tokens seen so far."""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from model.config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+  """A slot a position: the token at position p of a row stands in slot p.
+
+  Attributes:
+    k: [L, B, S, K, H], or a tuple of L arrays [B, S, K, H] for a model whose
+      layers are a list.
+    v: as `k`.
+    positions: int32 [B, S], the position held by each slot; -1: empty.
+  """
+
+  k: jax.Array | tuple[jax.Array, ...]
+  v: jax.Array | tuple[jax.Array, ...]
+  positions: jax.Array
+
+  @classmethod
+  def zeros(
+    cls,
+    config: ModelConfig,
+    batch: int,
+    length: int,
+    dtype: str,
+    *,
+    stacked: bool = True,
+  ) -> Self:
+    """An empty cache of `length` slots a row."""
+    if length > config.max_positions:
+      raise ValueError(
+        f"a cache of {length} slots is longer than"
+        f" model.max_positions={config.max_positions}"
+      )
+    shape = (batch, length, config.num_kv_heads, config.head_dim)
+    L = config.num_layers
+    if stacked:
+      empty = lambda: jnp.zeros((L, *shape), dtype)
+    else:
+      empty = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(L))
+    positions = jnp.full((batch, length), -1, jnp.int32)
+    return cls(k=empty(), v=empty(), positions=positions)
+
+  @property
+  def length(self) -> int:
+    """Number of slots a row, S."""
+    return self.positions.shape[1]
+
+  def slots(
+    self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None
+  ) -> jax.Array:
+    """The slot of each token; padding gets one past the last: not written."""
+    if segment_ids_BT is None:
+      return positions_BT
+    return jnp.where(segment_ids_BT == 0, self.length, positions_BT)
+
+  def resized(self, length: int) -> Self:
+    """The same with empty slots added up to `length` a row."""
+    more = length - self.length
+    pad = lambda x, axis, fill: jnp.pad(
+      x,
+      [(0, more if i == axis else 0) for i in range(x.ndim)],
+      constant_values=fill,
+    )
+    slots = lambda x: pad(x, x.ndim - 3, 0)
+    return type(self)(
+      k=jax.tree.map(slots, self.k),
+      v=jax.tree.map(slots, self.v),
+      positions=pad(self.positions, 1, -1),
+    )
+
+  def take(self, rows: jax.Array) -> Self:
+    """The rows [n], which may repeat, in this order."""
+    pick = lambda x: jnp.take(x, rows, axis=x.ndim - 4)
+    return type(self)(
+      k=jax.tree.map(pick, self.k),
+      v=jax.tree.map(pick, self.v),
+      positions=self.positions[rows],
+    )
+
+
+def write(cache_BSKH: jax.Array, slots_BT: jax.Array, x_BTKH: jax.Array):
+  """The cache of one layer with `x` in its slots."""
+  rows = jnp.arange(cache_BSKH.shape[0])[:, None]
+  x = x_BTKH.astype(cache_BSKH.dtype)
+  return cache_BSKH.at[rows, slots_BT].set(x, mode="drop")
+
+
+def write_layer(cache, layer, slots_BT: jax.Array, x_BTKH: jax.Array):
+  """The stacked cache [L, B, S, K, H] with `x` in the slots of one layer."""
+  rows = jnp.arange(cache.shape[1])[:, None]
+  x = x_BTKH.astype(cache.dtype)
+  return cache.at[layer, rows, slots_BT].set(x, mode="drop")

@@ -1,0 +1,198 @@
+"""Losses of a head over the vocabulary, without ever holding all its logits.
+
+Both walk over chunks of the sequence, so that float32 logits exist for
+`Execution.loss_chunk` tokens a device at a time, forward and backward.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from model.execution import Execution
+from model.precision import einsum
+from model.transformer import Transformer
+from pallas_kernels.dot import dot
+
+
+class Head(NamedTuple):
+  """The static part of a projection to logits."""
+
+  equation: str
+  scale: float
+  soft_cap: float | None
+  chunk: int
+  execution: Execution
+
+
+def cross_entropy(
+  model: Transformer,
+  hidden_BTD: jax.Array,
+  targets_BT: jax.Array,
+  weights_BT: jax.Array,
+  *,
+  z_loss: float = 0.0,
+  execution: Execution = Execution(),
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+  """Weighted sums over tokens; who divides them is `train/step.py`.
+
+  The gradients of the projection are computed beside the loss, chunk by
+  chunk, since a sum needs no more than a scalar from the backward pass: the
+  logits are computed once.
+
+  Args:
+    model: gives the head, its scale and its soft-cap.
+    hidden_BTD: output of the model.
+    targets_BT: int32, the token that follows.
+    weights_BT: float32, 0 where there is no target.
+    z_loss: factor of logsumexp ** 2, which keeps logits near a partition
+      function of 1 (PaLM, arXiv:2204.02311, section 5).
+    execution: how to run.
+
+  Returns:
+    The sum of weighted losses, the sum of weights, and {"nll", "z_loss"}: the
+    two parts of the first. Nats, float32 scalars.
+  """
+  head, w = _head(model, hidden_BTD, execution)
+  hidden = execution.shard(hidden_BTD, ("batch", "seq", None))
+  nll, z = _cross_entropy(head, z_loss, hidden, w, targets_BT, weights_BT)
+  return nll + z, jnp.sum(weights_BT), {"nll": nll, "z_loss": z}
+
+
+def token_log_probs(
+  model: Transformer,
+  hidden_BTD: jax.Array,
+  targets_BT: jax.Array,
+  *,
+  execution: Execution = Execution(),
+) -> jax.Array:
+  """Log-probability of each target, float32 [B, T], nats.
+
+  Logits are recomputed in the backward pass.
+  """
+  head, w = _head(model, hidden_BTD, execution)
+  hidden = execution.shard(hidden_BTD, ("batch", "seq", None))
+
+  @functools.partial(jax.checkpoint, prevent_cse=False)
+  def chunk(_, part):
+    x, targets = part
+    logits, _ = _logits(head, x, w)
+    log_probs = _pick(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
+    return None, log_probs
+
+  parts = _split((hidden, targets_BT), head.chunk)
+  return _join(jax.lax.scan(chunk, None, parts)[1], targets_BT.shape[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cross_entropy(head: Head, z_loss: float, hidden, w, targets, weights):
+  """Weighted sums of negative log-likelihood and of the z-loss."""
+
+  def chunk(sums, part):
+    x, targets, weights = part
+    logits, _ = _logits(head, x, w)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    nll = jnp.sum(weights * (lse - _pick(logits, targets)))
+    z = jnp.sum(weights * z_loss * jnp.square(lse))
+    return (sums[0] + nll, sums[1] + z), None
+
+  parts = _split((hidden, targets, weights), head.chunk)
+  return jax.lax.scan(chunk, (jnp.float32(0), jnp.float32(0)), parts)[0]
+
+
+def _cross_entropy_fwd(head, z_loss, hidden, w, targets, weights):
+  """Also computes the gradients that a cotangent of one would ask for.
+
+  The two sums are added before anything else is done with them
+  (`cross_entropy`), so both have the same cotangent.
+  """
+  operands = head.execution.precision.operands
+  inputs, out = head.equation.split("->")
+  x_dims, w_dims = inputs.split(",")
+
+  def chunk(carry, part):
+    nll, z, dw = carry
+    x, targets, weights = part
+    logits, slope = _logits(head, x, w)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    nll = nll + jnp.sum(weights * (lse - _pick(logits, targets)))
+    z = z + jnp.sum(weights * z_loss * jnp.square(lse))
+    probs = jnp.exp(logits - lse[..., None])
+    grad = probs * (1.0 + 2.0 * z_loss * lse)[..., None]
+    grad = grad - _is_target(logits, targets)
+    grad = grad * slope * weights[..., None]
+    dx = dot(f"{out},{w_dims}->{x_dims}", grad, w, operands)
+    dw = dw + dot(f"{x_dims},{out}->{w_dims}", x, grad, operands)
+    return (nll, z, dw), dx.astype(x.dtype)
+
+  parts = _split((hidden, targets, weights), head.chunk)
+  start = jnp.float32(0), jnp.float32(0), jnp.zeros(w.shape, jnp.float32)
+  (nll, z, dw), dx = jax.lax.scan(chunk, start, parts)
+  return (nll, z), (_join(dx, targets.shape[1]), dw.astype(w.dtype))
+
+
+def _cross_entropy_bwd(head, z_loss, saved, cotangents):
+  g, _ = cotangents
+  dx, dw = saved
+  return dx * g.astype(dx.dtype), dw * g.astype(dw.dtype), None, None
+
+
+_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def _head(model: Transformer, hidden_BTD, execution: Execution):
+  """The static part of the head, and its weight."""
+  equation, w = model.head_weight
+  B, T, _ = hidden_BTD.shape
+  rows = max(1, B // execution.num_batch_shards)
+  # At least two chunks, so that the logits never exist as a whole.
+  chunk = min(max(1, execution.loss_chunk // rows), max(1, T // 2))
+  config = model.config
+  scale, cap = config.logit_scale, config.logit_softcap
+  return Head(equation, scale, cap, chunk, execution), w
+
+
+def _logits(head: Head, x, w):
+  """Logits [B, C, V], and their derivative by the bare product."""
+  execution = head.execution
+  precision = dataclasses.replace(execution.precision, activations="float32")
+  logits = einsum(head.equation, x, w, precision) * head.scale
+  slope = jnp.float32(head.scale)
+  if head.soft_cap is not None:
+    tanh = jnp.tanh(logits / head.soft_cap)
+    logits = head.soft_cap * tanh
+    slope = slope * (1.0 - jnp.square(tanh))
+  return execution.shard(logits, ("batch", None, "vocab")), slope
+
+
+def _is_target(logits, targets):
+  """Bool [B, C, V]; a comparison splits over the vocabulary, a gather not."""
+  vocab = jnp.arange(logits.shape[-1], dtype=targets.dtype)
+  return targets[..., None] == vocab[None, None]
+
+
+def _pick(logits, targets):
+  """The logit of each target, [B, C]."""
+  return jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
+
+
+def _split(arrays, size: int):
+  """Trees of [B, T, ...] -> [chunks, B, size, ...]; zeros fill the last."""
+
+  def split(x):
+    B, T = x.shape[:2]
+    num = -(-T // size)
+    fill = [(0, 0)] * x.ndim
+    fill[1] = (0, num * size - T)
+    x = jnp.pad(x, fill).reshape(B, num, size, *x.shape[2:])
+    return jnp.swapaxes(x, 0, 1)
+
+  return jax.tree.map(split, arrays)
+
+
+def _join(x, T: int):
+  """[chunks, B, size, ...] -> [B, T, ...]."""
+  x = jnp.swapaxes(x, 0, 1)
+  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T]

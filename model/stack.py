@@ -1,0 +1,61 @@
+"""Runs equal layers one after another, with a bound on kept activations."""
+
+import math
+
+import jax
+
+from model.execution import Execution
+from model.linear import SAVED_NAME
+
+
+def scan_layers(step, carry, layers, num_layers: int, execution: Execution):
+  """`jax.lax.scan` of `step` over layers under the rematerialisation policy.
+
+  Args:
+    step: (carry, layer) -> (carry, None).
+    carry: the residual stream and what travels with it.
+    layers: tree of arrays [L, ...].
+    num_layers: L.
+    execution: `remat`, `remat_every` and `unroll`.
+
+  Returns:
+    The last carry.
+
+  Raises:
+    ValueError: `remat_every` does not divide L.
+  """
+  remat = execution.remat
+
+  def run(step, carry, layers):
+    return jax.lax.scan(step, carry, layers, unroll=execution.unroll)[0]
+
+  # Inside a scan nothing can be shared with the forward pass by mistake.
+  checkpoint = lambda f, **kw: jax.checkpoint(f, prevent_cse=False, **kw)
+  if remat == "none":
+    return run(step, carry, layers)
+  if remat == "dots":
+    names = jax.checkpoint_policies.save_only_these_names(SAVED_NAME)
+    return run(checkpoint(step, policy=names), carry, layers)
+  if remat == "block" and execution.remat_every == 1:
+    return run(checkpoint(step), carry, layers)
+  if remat == "block":
+    every, inner = execution.remat_every, step
+  elif remat == "nested":
+    every, inner = _near_root(num_layers), checkpoint(step)
+  else:
+    raise ValueError(
+      f"remat must be 'none', 'dots', 'block' or 'nested', got {remat!r}"
+    )
+  if num_layers % every:
+    raise ValueError(
+      f"remat_every={every} must divide the {num_layers} layers of the model"
+    )
+  group = lambda x: x.reshape(num_layers // every, every, *x.shape[1:])
+  outer = checkpoint(lambda carry, layers: (run(inner, carry, layers), None))
+  return run(outer, carry, jax.tree.map(group, layers))
+
+
+def _near_root(n: int) -> int:
+  """The divisor of n nearest to its square root."""
+  divisors = [d for d in range(1, n + 1) if n % d == 0]
+  return min(divisors, key=lambda d: abs(math.log(d) - math.log(n) / 2))

@@ -1,0 +1,226 @@
+"""The decoder: embeddings, a stack of equal layers, a final norm, a head."""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from model import rope, weights
+from model.attention import View
+from model.block import Block
+from model.config import ModelConfig
+from model.dropout import dropout, fold
+from model.execution import Execution
+from model.kv_cache import KVCache, write, write_layer
+from model.linear import Linear
+from model.norms import Norm
+from model.precision import einsum
+from model.stack import scan_layers
+
+
+class Embed(nnx.Module):
+  """The table of token embeddings, [V, D]."""
+
+  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    """Declares the table."""
+    self.table = weights.weight(
+      rngs,
+      weights.normal(config.init_std),
+      vocab=config.vocab_size,
+      embed=config.embed_dim,
+    )
+
+  def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    """Rows of the table, float32 [B, T, D]."""
+    return self.table[...][tokens_BT]
+
+
+class Transformer(nnx.Module):
+  """A decoder-only language model of any family.
+
+  A pytree of float32 weights: plain `jax.jit`, `jax.grad` and `jax.lax.scan`
+  take it as it is. It holds no mutable state.
+  """
+
+  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    """Declares and draws the weights.
+
+    Args:
+      config: what the model is.
+      rngs: its `params` stream draws every weight.
+    """
+    self.config = config
+    self.embed = Embed(config, rngs=rngs)
+    keys = jax.random.split(rngs.params(), config.num_layers)
+    self.layers = jax.vmap(lambda key: Block(config, rngs=nnx.Rngs(key)))(keys)
+    if config.norm_placement != "post":
+      self.final_norm = Norm(config, rngs=rngs, embed=config.embed_dim)
+    if not config.tied:
+      self.head = Linear(
+        "BTD,DV->BTV",
+        weights.fan_in(config.embed_dim),
+        rngs=rngs,
+        embed=config.embed_dim,
+        vocab=config.vocab_size,
+      )
+
+  def __call__(
+    self,
+    tokens_BT: jax.Array,
+    *,
+    positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    cache: KVCache | None = None,
+    dropout_keys: jax.Array | None = None,
+    execution: Execution = Execution(),
+  ):
+    """The residual stream after the final norm.
+
+    Args:
+      tokens_BT: int32 [B, T].
+      positions: int32 [B, T], of each token in its segment; None: 0 .. T-1.
+        A segment's tokens stand side by side, in order.
+      segment_ids: int32 [B, T]; tokens see their own segment only, and 0 is
+        padding. None: a row is one segment.
+      cache: keys and values of tokens before these, which join it.
+      dropout_keys: a PRNG key a row (`dropout.row_keys`); None: evaluation.
+      execution: how to run.
+
+    Returns:
+      Hidden states [B, T, D] in the policy's activation dtype; with a cache,
+      a pair of them and the new cache.
+    """
+    config = self.config
+    if positions is None:
+      positions = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+      positions = jnp.broadcast_to(positions, tokens_BT.shape)
+    view = View(angles=self._angles(positions), segment_ids=segment_ids)
+    if cache is not None:
+      slots = cache.slots(positions, segment_ids)
+      cached = write(cache.positions, slots, positions)
+      view = view._replace(positions=positions, slots=slots, cached=cached)
+
+    x = self.embed(tokens_BT) * config.embed_scale
+    x = x.astype(execution.precision.activations)
+    x = execution.shard(x, ("batch", "residual_seq", None))
+    x = dropout(x, config.embed_dropout, fold(dropout_keys, config.num_layers))
+    if cache is None:
+      x, _ = self._run(x, None, view, dropout_keys, execution)
+    else:
+      kv = cache.k, cache.v
+      x, (k, v) = self._run(x, kv, view, dropout_keys, execution)
+      cache = dataclasses.replace(cache, k=k, v=v, positions=view.cached)
+    if config.norm_placement != "post":
+      x = self.final_norm(x)
+    return x if cache is None else (x, cache)
+
+  def logits(
+    self, hidden_BTD: jax.Array, execution: Execution = Execution()
+  ) -> jax.Array:
+    """Scores of the next token, float32 [B, T, V]."""
+    config = self.config
+    equation, w = self.head_weight
+    precision = dataclasses.replace(execution.precision, activations="float32")
+    y = einsum(equation, hidden_BTD, w, precision) * config.logit_scale
+    if config.logit_softcap is not None:
+      y = config.logit_softcap * jnp.tanh(y / config.logit_softcap)
+    return execution.shard(y, ("batch", "seq", "vocab"))
+
+  @property
+  def head_weight(self) -> tuple[str, jax.Array]:
+    """The einsum that projects to the vocabulary, and its weight."""
+    if self.config.tied:
+      return "BTD,VD->BTV", self.embed.table[...]
+    return self.head.equation, self.head.w[...]
+
+  def _angles(self, positions_BT: jax.Array) -> tuple:
+    """Cosines and sines of each distinct kind of layer."""
+    config = self.config
+    if config.rope is None:
+      return ()
+    local = config.rope_local or config.rope
+    ropes = dict(local=local) | {"global": config.rope}
+    kinds = dict.fromkeys(config.layer_kinds)
+    return tuple(
+      rope.angles(ropes[kind], config.head_dim, positions_BT) for kind in kinds
+    )
+
+  def _run(self, x, kv, view: View, dropout_keys, execution: Execution):
+    """All layers; `kv` is None or the cache's (k, v)."""
+    config = self.config
+    kinds = tuple(dict.fromkeys(config.layer_kinds))
+    kind_of = np.array([kinds.index(kind) for kind in config.layer_kinds])
+    if isinstance(self.layers, nnx.List):
+      return self._run_list(x, kv, view, kind_of, dropout_keys, execution)
+
+    def step(carry, scanned):
+      x, kv = carry
+      layer, kind, index = scanned
+      if len(kinds) == 1:
+        kind = 0
+      x, kv = layer(
+        x,
+        view,
+        kind=kind,
+        cache=None if kv is None else _stacked(kv, index, view.slots),
+        dropout_keys_B=fold(dropout_keys, index),
+        execution=execution,
+      )
+      return (x, kv), None
+
+    layers = self.layers, jnp.asarray(kind_of), jnp.arange(config.num_layers)
+    return scan_layers(step, (x, kv), layers, config.num_layers, execution)
+
+  def _run_list(self, x, kv, view, kind_of, dropout_keys, execution):
+    """The same for layers that stand apart, each with a cache of its own."""
+    news = []
+    for index, layer in enumerate(self.layers):
+      mine = None if kv is None else (kv[0][index], kv[1][index])
+      x, new = layer(
+        x,
+        view,
+        kind=int(kind_of[index]),
+        cache=None if mine is None else _single(mine, view.slots),
+        dropout_keys_B=fold(dropout_keys, index),
+        execution=execution,
+      )
+      news.append(new)
+    if kv is None:
+      return x, None
+    return x, tuple(zip(*news, strict=True))
+
+  def unstacked(self) -> Self:
+    """The same model with its layers in a list.
+
+    Decoding on a CPU is bound by reading weights; a loop over stacked layers
+    would first copy each layer out of the stack.
+    """
+    graph, state = nnx.split(self)
+    model = nnx.merge(graph, state)
+    take = lambda i: jax.tree.map(lambda x: x[i], self.layers)
+    model.layers = nnx.List(take(i) for i in range(self.config.num_layers))
+    return model
+
+
+def _stacked(kv, layer, slots_BT):
+  """The cache of one layer of a stack; writes into the whole, in place."""
+
+  def store(k_BTKH, v_BTKH):
+    k = write_layer(kv[0], layer, slots_BT, k_BTKH)
+    v = write_layer(kv[1], layer, slots_BT, v_BTKH)
+    return k[layer], v[layer], (k, v)
+
+  return store
+
+
+def _single(kv, slots_BT):
+  """The cache of one layer that stands apart."""
+
+  def store(k_BTKH, v_BTKH):
+    k, v = write(kv[0], slots_BT, k_BTKH), write(kv[1], slots_BT, v_BTKH)
+    return k, v, (k, v)
+
+  return store

@@ -1,0 +1,201 @@
+"""Attention in chunks of queries, in plain XLA: O(T) memory, any platform.
+
+Forward keeps the output and the logsumexp of each row; backward recomputes
+the probabilities chunk by chunk (arXiv:2205.14135, algorithm 4, with the keys
+in one block).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dot import dot
+from pallas_kernels.flash_attention.options import (
+  Options,
+  Rows,
+  keep_mask,
+  visible,
+)
+
+# Queries whose scores exist at one time.
+CHUNK = 128
+# Up to so many chunks are unrolled, each with just the keys it can see.
+MAX_UNROLLED = 8
+# Score of a hidden key, and the least maximum of a row: a row that sees
+# nothing then has exp(HIDDEN - LEAST) = 0 everywhere.
+HIDDEN = -1e30
+LEAST = -1e29
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend(
+  options: Options,
+  ordered: bool,
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  queries: Rows,
+  keys: Rows,
+  dropout_keys_B: jax.Array | None,
+) -> jax.Array:
+  """Attention output, float32 [B, T, N, H].
+
+  Args:
+    options: what is asked.
+    ordered: queries and keys are the same rows in order of their index, so
+      that a causal query sees a prefix of the keys.
+    q_BTNH: queries.
+    k_BSKH: keys.
+    v_BSKH: values.
+    queries: where each query stands.
+    keys: where each key stands.
+    dropout_keys_B: a PRNG key a batch row; None: no dropout.
+  """
+  arrays = q_BTNH, k_BSKH, v_BSKH, queries, keys, dropout_keys_B
+  return _attend_fwd(options, ordered, *arrays)[0]
+
+
+def _attend_fwd(options, ordered, q, k, v, queries, keys, dropout_keys_B):
+  B, T, N, H = q.shape
+  S, K = k.shape[1:3]
+  dtypes = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), (q, k, v))
+  q = q.astype(options.operands).reshape(B, T, K, N // K, H)
+  k, v = k.astype(options.operands), v.astype(options.operands)
+
+  def chunk(carry, part, start, first, last):
+    """Output and logsumexp of one chunk of queries."""
+    q, queries = part
+    scores, _ = _scores(
+      options, q, k[:, first:last], queries, keys.cut(first, last)
+    )
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LEAST)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = jnp.where(total == 0.0, 1.0, total)
+    dropped = _drop(options, weights, dropout_keys_B, start, first, S)
+    dropped = dropped / total
+    out = dot("BKGTS,BSKH->BTKGH", dropped, v[:, first:last], options.operands)
+    lse = jnp.transpose((top + jnp.log(total))[..., 0], (0, 3, 1, 2))
+    return carry, (out, lse)
+
+  _, (out, lse) = _over_chunks(options, ordered, S, chunk, None, (q, queries))
+  out = out.reshape(B, T, N, H)
+  return out, (q, k, v, queries, keys, dropout_keys_B, out, lse, dtypes)
+
+
+def _attend_bwd(options, ordered, saved, g):
+  q, k, v, queries, keys, dropout_keys_B, out, lse, dtypes = saved
+  B, T, K, G, H = q.shape
+  S = k.shape[1]
+  delta = jnp.sum(g * out, axis=-1).reshape(B, T, K, G)
+  g = g.astype(options.operands).reshape(q.shape)
+
+  def chunk(sums, part, start, first, last):
+    """Adds a chunk's share to dk and dv; gives its dq."""
+    q, queries, g, delta, lse = part
+    k_seen, v_seen = k[:, first:last], v[:, first:last]
+    scores, slope = _scores(options, q, k_seen, queries, keys.cut(first, last))
+    weights = jnp.exp(scores - _rows_last(lse))
+    drop = lambda x: _drop(options, x, dropout_keys_B, start, first, S)
+    dv = dot("BKGTS,BTKGH->BSKH", drop(weights), g, options.operands)
+    dp = drop(dot("BTKGH,BSKH->BKGTS", g, v_seen, options.operands))
+    ds = weights * (dp - _rows_last(delta)) * slope
+    dq = dot("BKGTS,BSKH->BTKGH", ds, k_seen, options.operands)
+    dk = dot("BKGTS,BTKGH->BSKH", ds, q, options.operands)
+    dk_sum, dv_sum = sums
+    dk_sum = dk_sum.at[:, first:last].add(dk)
+    dv_sum = dv_sum.at[:, first:last].add(dv)
+    return (dk_sum, dv_sum), dq
+
+  sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+  part = q, queries, g, delta, lse
+  (dk, dv), dq = _over_chunks(options, ordered, S, chunk, sums, part)
+  grads = dq.reshape(B, T, K * G, H), dk, dv
+  cast = lambda x, like: x.astype(like.dtype)
+  return *map(cast, grads, dtypes), None, None, None
+
+
+attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _over_chunks(options, ordered, S, step, carry, rows):
+  """Runs `step` over chunks of query rows, in order.
+
+  Args:
+    options: what is asked.
+    ordered: as in `attend`.
+    S: number of keys.
+    step: (carry, part, start, first, last) -> (carry, outputs): `part` holds
+      the queries from `start` on, which see keys [first, last) at most.
+    carry: what `step` hands on.
+    rows: tree of arrays [B, T, ...].
+
+  Returns:
+    The last carry, and the outputs as arrays [B, T, ...].
+  """
+  T = jax.tree.leaves(rows)[0].shape[1]
+  num_chunks = -(-T // CHUNK)
+  if num_chunks <= MAX_UNROLLED:
+    parts = []
+    for start in range(0, T, CHUNK):
+      stop = min(start + CHUNK, T)
+      first, last = 0, S
+      if ordered and options.causal:
+        last = stop
+        if options.window is not None:
+          first = max(0, start - options.window + 1)
+      part = jax.tree.map(lambda x: x[:, start:stop], rows)  # noqa: B023
+      carry, outputs = step(carry, part, start, first, last)
+      parts.append(outputs)
+    join = lambda *parts: jnp.concatenate(parts, axis=1)
+    return carry, jax.tree.map(join, *parts)
+
+  def split(x):
+    """[B, T, ...] -> [chunks, B, CHUNK, ...]; zeros fill the last chunk."""
+    fill = [(0, 0)] * x.ndim
+    fill[1] = (0, num_chunks * CHUNK - T)
+    x = jnp.pad(x, fill)
+    x = x.reshape(x.shape[0], num_chunks, CHUNK, *x.shape[2:])
+    return jnp.swapaxes(x, 0, 1)
+
+  def join(x):
+    x = jnp.swapaxes(x, 0, 1)
+    return x.reshape(x.shape[0], num_chunks * CHUNK, *x.shape[3:])[:, :T]
+
+  body = lambda carry, x: step(carry, x[0], x[1], 0, S)
+  starts = jnp.arange(num_chunks) * CHUNK
+  xs = jax.tree.map(split, rows), starts
+  carry, outputs = jax.lax.scan(body, carry, xs)
+  return carry, jax.tree.map(join, outputs)
+
+
+def _scores(options, q, k, queries, keys):
+  """Scores [B, K, G, T, S], hidden ones at HIDDEN, and d score / d (q k)."""
+  scores = dot("BTKGH,BSKH->BKGTS", q, k, options.operands) * options.scale
+  slope = jnp.float32(options.scale)
+  if options.soft_cap is not None:
+    tanh = jnp.tanh(scores / options.soft_cap)
+    scores = options.soft_cap * tanh
+    slope = slope * (1.0 - jnp.square(tanh))
+  seen = visible(options, queries, keys)[:, None, None]
+  return jnp.where(seen, scores, HIDDEN), slope
+
+
+def _drop(options, weights, dropout_keys_B, start, first, S):
+  """Dropout of weights [B, K, G, T, S'] of queries from `start` on.
+
+  Masks are drawn over all S keys, so that they do not depend on the chunk.
+  """
+  if dropout_keys_B is None or options.dropout_rate == 0.0:
+    return weights
+  _, K, G, T, size = weights.shape
+  index = start + jnp.arange(T)
+  keep = keep_mask(options, dropout_keys_B, index, (K, G, S))
+  keep = jnp.transpose(keep, (0, 2, 3, 1, 4))[..., first : first + size]
+  return jnp.where(keep, weights / (1.0 - options.dropout_rate), 0.0)
+
+
+def _rows_last(x_BTKG: jax.Array) -> jax.Array:
+  """[B, T, K, G] -> [B, K, G, T, 1], to stand beside scores."""
+  return jnp.transpose(x_BTKG, (0, 2, 3, 1))[..., None]
