@@ -16,7 +16,6 @@ from sharding.arrays import process_rows, to_global
 from sharding.axes import Rules
 from train.config import StepConfig
 from train.held_out import make_evaluate
-from train.monitor import FlopsPerToken
 from train.peak import peak
 from train.run_config import HeldOutConfig
 

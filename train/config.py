@@ -84,8 +84,7 @@ class OptimizerConfig:
       raise ValueError(f"optimizer.eps must be positive, got {self.eps}")
     if self.weight_decay < 0:
       raise ValueError(
-        "optimizer.weight_decay must not be negative, got"
-        f" {self.weight_decay}"
+        f"optimizer.weight_decay must not be negative, got {self.weight_decay}"
       )
     if self.clip_norm is not None and self.clip_norm <= 0:
       raise ValueError(

@@ -78,7 +78,8 @@ def fit(
   saver = checkpoint.Saver(
     workdir / "checkpoints",
     keep=config.checkpoint.keep,
-    config=dataclasses.asdict(config),
+    config=dataclasses.asdict(config)
+    | {"model": dataclasses.asdict(state.model.config)},
     start_step=start,
   )
 

@@ -4,6 +4,7 @@ Metrics are read one step late: while the devices compute a step, the host
 fetches those of the step before, so nobody waits for the other.
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -90,7 +91,8 @@ class Monitor:
     self._tokens = self.history[-1].get("tokens", 0) if self.history else 0
     self._pending = None
     self._line = None
-    self._clock = None
+    # (seconds, step, tokens) when the metrics of the newest steps arrived.
+    self._clock = collections.deque(maxlen=1 + max(10, config.log_every))
     self._events = None
     self._start_step = self._last_step = start_step
     if self._writes:
@@ -145,7 +147,8 @@ class Monitor:
     """
     self._finish()
     self._line = (self._line or {"step": self._last_step}) | values
-    self._clock = (time.perf_counter(), self._last_step, self._tokens)
+    self._clock.clear()
+    self._clock.append((time.perf_counter(), self._last_step, self._tokens))
 
   def flush(self) -> None:
     """Waits for the newest step, checks it and puts its line on disk."""
@@ -172,24 +175,26 @@ class Monitor:
     self._last_step = pending.step
     self._tokens += pending.tokens
     self._bar.update(1)
+    self._clock.append((now, pending.step, self._tokens))
     if pending.logged:
-      self._line = (
-        {"step": pending.step}
-        | metrics
-        | {"tokens": self._tokens}
-        | self._throughput(pending.step, now)
-      )
+      self._line = {
+        "step": pending.step,
+        **_with_perplexity(metrics),
+        "tokens": self._tokens,
+        **self._throughput(),
+      }
       self._bar.set_postfix_str(_summary(self._line), refresh=False)
-      self._clock = (now, pending.step, self._tokens)
-    elif self._clock is None:
-      self._clock = (now, pending.step, self._tokens)
 
-  def _throughput(self, step: int, now: float) -> dict[str, float]:
-    """Means since the last line; none at first, where compilation counts."""
-    if self._clock is None:
+  def _throughput(self) -> dict[str, float]:
+    """Means over the last ten steps (or `log_every`), without evaluations.
+
+    None for the first step, which is compiled.
+    """
+    then, last_step, last_tokens = self._clock[0]
+    now, step, tokens = self._clock[-1]
+    if step == last_step:
       return {}
-    then, last_step, last_tokens = self._clock
-    rate = (self._tokens - last_tokens) / (now - then)
+    rate = (tokens - last_tokens) / (now - then)
     values = {
       "step_seconds": (now - then) / (step - last_step),
       "tokens_per_second": rate,
@@ -239,6 +244,13 @@ def read(path: pathlib.Path, *, until: int | None = None) -> list[dict]:
     if until is None or line["step"] <= until:
       history.append(line)
   return history
+
+
+def _with_perplexity(metrics: Mapping) -> dict:
+  """A language model's perplexity is that of its likelihood alone."""
+  if "nll" not in metrics:
+    return dict(metrics)
+  return metrics | {"ppl": math.exp(min(metrics["nll"], 700.0))}
 
 
 def _dump(line: Mapping) -> str:

@@ -61,9 +61,7 @@ class Optimizer:
       grads = jax.tree.map(lambda g: g * clip_factor, grads)
     learning_rate = self.schedule(step)
     directions, opt_state = self.direction.update(grads, opt_state, model)
-    model = jax.tree.map(
-      lambda w, d: w - learning_rate * d, model, directions
-    )
+    model = jax.tree.map(lambda w, d: w - learning_rate * d, model, directions)
     metrics = {
       "grad_norm": grad_norm,
       "clip_factor": clip_factor,
