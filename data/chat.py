@@ -38,6 +38,7 @@ Message = dict[str, Any]  # {"role": str, "content": str, ...}
 # Unicode noncharacters that stand, while a template runs, for what must
 # survive it: borders of a generation block, and literals of the content.
 _BEGIN, _END, _HOLD = "\ufdd0", "\ufdd1", "\ufdd2"
+_HELD = f"{_HOLD}([0-9]+){_HOLD}"
 
 
 class ChatTemplate:
@@ -90,10 +91,12 @@ class ChatTemplate:
     **variables,
   ) -> str:
     """The conversation as one string."""
-    text = self._render(
-      messages, add_generation_prompt, bos_token, eos_token, variables
+    text, literals = self._render(
+      messages, add_generation_prompt, set(), bos_token, eos_token, variables
     )
-    return text.replace(_BEGIN, "").replace(_END, "")
+    parts = re.split(_HELD, _without_borders(text))
+    parts[1::2] = [literals[int(number)] for number in parts[1::2]]
+    return "".join(parts)
 
   def encode(
     self, tokenizer: Tokenizer, messages: Sequence[Message], **variables
@@ -112,9 +115,7 @@ class ChatTemplate:
       ValueError: the template fails or refuses the conversation, the mask
         is empty, or BOS is written twice.
     """
-    text, literals = self._render_held(
-      tokenizer, messages, False, variables
-    )
+    text, literals = self._render_for(tokenizer, messages, False, variables)
     if self._marks_generation:
       runs = _runs_of_blocks(text, _piece(tokenizer, tokenizer.eos_id))
     else:
@@ -129,7 +130,7 @@ class ChatTemplate:
       raise ValueError(
         "the assistant mask is empty: there would be nothing to learn from a"
         f" conversation with roles {[m['role'] for m in messages]}; it needs"
-        " an assistant message that is not empty, and the template must write"
+        " an assistant message, and the template must write"
         " it inside {% generation %} ... {% endgeneration %} if it has such"
         " blocks"
       )
@@ -139,37 +140,48 @@ class ChatTemplate:
     self, tokenizer: Tokenizer, messages: Sequence[Message], **variables
   ) -> list[int]:
     """Token ids up to where the assistant's next answer begins."""
-    text, literals = self._render_held(tokenizer, messages, True, variables)
-    text = text.replace(_BEGIN, "").replace(_END, "")
-    ids = _encode_held(tokenizer, text, literals)
+    text, literals = self._render_for(tokenizer, messages, True, variables)
+    ids = _encode_held(tokenizer, _without_borders(text), literals)
     _check_bos(tokenizer, ids)
     return ids
 
-  def _render(self, messages, add_generation_prompt, bos, eos, variables):
+  def _render(
+    self, messages, add_generation_prompt, held, bos_token, eos_token, variables
+  ):
+    """Renders with strings of the content held back.
+
+    Args:
+      held: besides our own marks, what the content must not spell.
+
+    Returns:
+      (text, literals): in the text, number n between two `_HOLD` stands for
+      literals[n].
+    """
     import jinja2
 
     _check_messages(messages)
+    literals = []
+    held = {*held, _BEGIN, _END, _HOLD}
     try:
-      return self._template.render(
-        messages=messages, add_generation_prompt=add_generation_prompt,
-        bos_token=bos, eos_token=eos, **variables,
+      text = self._template.render(
+        messages=_hold(messages, held, literals),
+        add_generation_prompt=add_generation_prompt, bos_token=bos_token,
+        eos_token=eos_token, **variables,
       )
     except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as e:
       raise ValueError(
         "the chat template failed on a conversation with roles"
         f" {[m['role'] for m in messages]}: {e}"
       ) from None
+    return text, literals
 
-  def _render_held(self, tokenizer, messages, add_generation_prompt, variables):
-    """Renders with special tokens of the content held back as literals."""
-    _check_messages(messages)
-    literals = []
-    text = self._render(
-      _hold(messages, tokenizer, literals), add_generation_prompt,
+  def _render_for(self, tokenizer, messages, add_generation_prompt, variables):
+    """Renders so that content cannot spell the tokenizer's control tokens."""
+    return self._render(
+      messages, add_generation_prompt, tokenizer.special_tokens,
       _piece(tokenizer, tokenizer.bos_id), _piece(tokenizer, tokenizer.eos_id),
       variables,
     )
-    return text, literals
 
   def _runs_of_prefixes(self, tokenizer, messages, text, variables):
     """Assistant turns by rendering ever longer beginnings.
@@ -183,8 +195,8 @@ class ChatTemplate:
         continue
       # The literals are numbered in order of messages, so beginnings of the
       # conversation hold the same numbers.
-      before, _ = self._render_held(tokenizer, messages[:i], True, variables)
-      after, _ = self._render_held(
+      before, _ = self._render_for(tokenizer, messages[:i], True, variables)
+      after, _ = self._render_for(
         tokenizer, messages[: i + 1], False, variables
       )
       if not (after.startswith(before) and text.startswith(after)):
@@ -199,8 +211,8 @@ class ChatTemplate:
         for token in tokenizer.special_tokens
         for found in re.finditer(re.escape(token), turn)
       ]
-      stop = len(before) + max(ends, default=len(turn))
-      runs += [(text[done : len(before)], False), (text[len(before):stop], True)]
+      start, stop = len(before), len(before) + max(ends, default=len(turn))
+      runs += [(text[done:start], False), (text[start:stop], True)]
       done = stop
     return runs + [(text[done:], False)]
 
@@ -274,19 +286,18 @@ def _piece(tokenizer: Tokenizer, token_id: int | None) -> str:
   return "" if token_id is None else tokenizer.id_to_piece(token_id)
 
 
-def _hold(value, tokenizer: Tokenizer, literals: list[str]):
-  """Replaces control tokens spelled in strings by numbered placeholders."""
+def _hold(value, held: set[str], literals: list[str]):
+  """Replaces what is held, in strings however deep, by numbered marks."""
   if isinstance(value, dict):
     return {
-      k: v if k == "role" else _hold(v, tokenizer, literals)
+      k: v if k == "role" else _hold(v, held, literals)
       for k, v in value.items()
     }
   if isinstance(value, list | tuple):
-    return [_hold(v, tokenizer, literals) for v in value]
+    return [_hold(v, held, literals) for v in value]
   if not isinstance(value, str):
     return value
   parts = []
-  held = {*tokenizer.special_tokens, _BEGIN, _END, _HOLD}
   for part, special in split_special(value, held):
     if special:
       literals.append(part)
@@ -295,11 +306,14 @@ def _hold(value, tokenizer: Tokenizer, literals: list[str]):
   return "".join(parts)
 
 
+def _without_borders(text: str) -> str:
+  return text.replace(_BEGIN, "").replace(_END, "")
+
+
 def _encode_held(tokenizer, text: str, literals: list[str]) -> list[int]:
   """Ids of rendered text: its own control tokens are real, held ones text."""
   ids = []
-  parts = re.split(f"{_HOLD}([0-9]+){_HOLD}", text)
-  for i, part in enumerate(parts):
+  for i, part in enumerate(re.split(_HELD, text)):
     if i % 2:
       ids += tokenizer.encode(literals[int(part)])
     elif part:

@@ -1,10 +1,12 @@
 """Documents in: readers of JSONL and text files that say what is wrong."""
 
+import contextlib
 import dataclasses
 import glob
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,8 +105,15 @@ def _fixed_folder(pattern: str) -> str:
   return folder or "."
 
 
+@contextlib.contextmanager
 def _open(path: Path):
-  return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
+  try:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+      yield file
+  except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    raise ValueError(
+      f"{path} is damaged or not gzip ({error}): fetch or write it again"
+    ) from None
 
 
 def _decode(
@@ -153,7 +162,7 @@ def _read_jsonl(
       if text is None:
         continue
       try:
-        record = json.loads(text)
+        record = json.loads(text.strip())
         body = _messages(record) if chat else _text(record, source.text_field)
         body.encode()  # JSON escapes can spell lone surrogates
       except (ValueError, RecursionError) as error:

@@ -245,7 +245,6 @@ def train_sentencepiece(
   vocab_size: int,
   special_tokens: Sequence[str] = CHAT_TOKENS,
   max_bytes: int = 20_000_000,
-  num_threads: int = 2,
 ) -> SentencePieceTokenizer:
   """Trains BPE with byte fallback (arXiv:1808.06226) whose text round-trips.
 
@@ -260,7 +259,6 @@ def train_sentencepiece(
     vocab_size: pieces, among them 256 bytes and the special tokens.
     special_tokens: control tokens after <unk> <s> </s> <pad>.
     max_bytes: enough for a good vocabulary; time grows with it.
-    num_threads: of the trainer.
 
   Raises:
     ValueError: no text, or more pieces asked than it can give.
@@ -291,7 +289,7 @@ def train_sentencepiece(
       control_symbols=list(special_tokens),
       user_defined_symbols=list(_RUNS),
       max_sentence_length=_MAX_SENTENCE_BYTES,
-      num_threads=num_threads,
+      num_threads=2,  # written into the model, so part of its hash
       minloglevel=2,
     )
   except RuntimeError as error:
