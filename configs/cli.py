@@ -25,6 +25,7 @@ from configs.typed import check, from_dict, leaves, nearest, override, to_dict
 __all__ = ["check", "from_dict", "launch", "load", "override", "to_dict"]
 
 FLAGS = flags.FLAGS
+_ROOMS = ("align", "data", "evals", "model", "serve", "sharding", "train")
 _HELP_FLAGS = ("help", "helpshort", "helpfull", "h", "?")
 
 
@@ -132,6 +133,20 @@ def _check_variant(get_config, variant, file):
     )
 
 
+def _check_packages_are_ours() -> None:
+  """`python -m` puts the current folder first: a `data/` there hides ours."""
+  home = pathlib.Path(__file__).resolve().parents[1]
+  for room in _ROOMS:
+    spec = importlib.util.find_spec(room)
+    if spec and spec.origin:
+      folder = pathlib.Path(spec.origin).resolve().parent
+      if folder.parent != home:
+        raise ImportError(
+          f"{folder} hides the package {room!r} of OneMesh: run"
+          " `python -P -m ...`, or start from another folder"
+        )
+
+
 def _settings(arguments: list[str]) -> dict[str, str]:
   """What stands on the line besides flags: "--config.a.b=value"."""
   settings = {}
@@ -152,3 +167,6 @@ def _help(config_class) -> str:
     default = "(required)" if value is dataclasses.MISSING else f"{value!r}"
     lines.append(f"  --config.{key}={default}  {words}")
   return "\n".join(lines)
+
+
+_check_packages_are_ours()

@@ -1,0 +1,150 @@
+"""The wheel, installed and run in a folder that is not ours.
+
+The packages have plain names (`data`, `model`, ...) that a user's folder may
+have too. Under `python -m` the current folder comes first on the path, so a
+package there would hide ours.
+"""
+
+import ast
+import importlib.metadata
+import os
+import pathlib
+import re
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_BESIDE = ("benchmarks", "examples", "tests")
+_ROOMS = sorted(
+  path.parent.name
+  for path in _ROOT.glob("*/__init__.py")
+  if path.parent.name not in _BESIDE
+)
+# What is imported under another name than it is installed.
+_DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
+
+
+def _run(*command, **settings):
+  got = subprocess.run(
+    [*map(str, command)], capture_output=True, text=True, **settings
+  )
+  assert got.returncode == 0, got.stdout + got.stderr
+  return got.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+  """Built from a copy: setuptools writes into the tree that it builds."""
+  copy = tmp_path_factory.mktemp("source")
+  for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    shutil.copy(_ROOT / name, copy)
+  for room in (*_ROOMS, "tests"):
+    shutil.copytree(_ROOT / room, copy / room)
+  build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+  # Every warning of setuptools counts, but for those about itself.
+  _run(sys.executable, "-c", build, cwd=copy)
+  (path,) = (copy / "dist").glob("*.whl")
+  return path
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+  """A fresh environment with the wheel; the libraries are those of ours."""
+  home = tmp_path_factory.mktemp("venv")
+  venv.create(home, with_pip=False, symlinks=True)
+  interpreter = home / "bin" / "python"
+  packages = pathlib.Path(
+    _run(
+      interpreter,
+      "-c",
+      "import sysconfig; print(sysconfig.get_path('purelib'))",
+    ).strip()
+  )
+  with zipfile.ZipFile(wheel) as archive:
+    archive.extractall(packages)
+  # A line of a .pth file adds a folder at the end, and none of its .pth files:
+  # an editable install of this checkout stays out of sight.
+  ours = [sysconfig.get_path("purelib"), *site.getsitepackages()]
+  (packages / "libraries.pth").write_text("\n".join(dict.fromkeys(ours)))
+  return interpreter
+
+
+def _main(python, folder, *flags, options=()):
+  """Runs a main of the wheel; jax must not be needed for --help."""
+  environment = {
+    name: value for name, value in os.environ.items() if "PYTHON" not in name
+  }
+  return subprocess.run(
+    [python, *options, "-m", "train.pretrain", *flags],
+    cwd=folder,
+    env=environment,
+    capture_output=True,
+    text=True,
+  )
+
+
+def _check_help(got):
+  assert got.returncode == 0, got.stderr
+  assert "--config.data.seed=" in got.stdout
+
+
+def test_the_wheel_holds_the_rooms_and_nothing_else(wheel):
+  names = zipfile.ZipFile(wheel).namelist()
+  sources = {
+    str(path.relative_to(_ROOT))
+    for room in _ROOMS
+    for path in (_ROOT / room).rglob("*.py")
+  }
+  assert {name for name in names if name.endswith(".py")} == sources
+  assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_a_main_runs_beside_a_plain_data_folder(python, tmp_path):
+  (tmp_path / "data").mkdir()
+  (tmp_path / "data" / "corpus.txt").write_text("text")
+  (tmp_path / "model").mkdir()
+  _check_help(_main(python, tmp_path, "--help"))
+
+
+def test_a_package_named_data_is_told_apart(python, tmp_path):
+  (tmp_path / "data").mkdir()
+  (tmp_path / "data" / "__init__.py").write_text("")
+  got = _main(python, tmp_path, "--help")
+  assert got.returncode == 1
+  last = got.stderr.strip().splitlines()[-1]
+  assert f"{tmp_path / 'data'} hides the package 'data' of OneMesh" in last
+  assert "python -P -m" in last
+  _check_help(_main(python, tmp_path, "--help", options=["-P"]))
+
+
+def test_what_is_imported_is_required():
+  """setup.py declares each library that a room imports, or a user's extra."""
+  required = importlib.metadata.requires("onemesh")
+  assert required, "install the project: pip install -e '.[test]'"
+  names = {
+    re.split(r"[^\w.-]", line)[0].lower().replace("_", "-")
+    for line in required
+    if not re.search("extra == .(test|oracle)", line)
+  }
+  missing = set()
+  for room in _ROOMS:
+    for path in (_ROOT / room).rglob("*.py"):
+      for node in ast.walk(ast.parse(path.read_text())):
+        modules = []
+        if isinstance(node, ast.Import):
+          modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+          modules = [node.module]
+        for top in {module.partition(".")[0] for module in modules}:
+          name = _DISTRIBUTIONS.get(top, top).lower().replace("_", "-")
+          if top not in {*_ROOMS, *sys.stdlib_module_names}:
+            if name not in names:
+              missing.add(f"{path.relative_to(_ROOT)}:{node.lineno}: {top}")
+  assert not missing, "\n".join(sorted(missing))
