@@ -5,10 +5,12 @@ import pathlib
 from collections.abc import Callable
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from data.loader import Loader, open_store
 from data.tokenizer import Tokenizer
+from model import accounting
 from model.config import ModelConfig
 from model.execution import Execution
 from model.precision import resolve
@@ -16,7 +18,8 @@ from sharding.arrays import process_rows, to_global
 from sharding.axes import Rules
 from train.config import StepConfig
 from train.held_out import make_evaluate
-from train.peak import peak
+from train.monitor import FlopsPerToken
+from train.peak import Peak, peak
 from train.run_config import HeldOutConfig
 
 
@@ -95,10 +98,30 @@ def make_held_out(
   return make_evaluate(eval_step, loader, place, num_batches=config.num_batches)
 
 
-def utilisation(model: ModelConfig, seq_len: int, execution: Execution) -> dict:
-  """The arguments of `train.loop.fit` that make it report MFU."""
+def utilisation(
+  model: ModelConfig, batches: Loader, execution: Execution
+) -> dict[str, FlopsPerToken | Peak | None]:
+  """The arguments of `train.loop.fit` that make it report MFU.
+
+  Packed documents do not see each other: a causal query sees
+  (sum of n^2 / sum of n + 1) / 2 keys on average, with n the tokens of each
+  piece of a document. That mean length counts as the row's.
+
+  Args:
+    model: what is trained.
+    batches: the training data.
+    execution: how, and on which devices.
+  """
+  sizes = np.concatenate([plan.size for plan in batches.plans])
+  length = max(1, round(float(np.sum(sizes**2) / np.sum(sizes))))
   return {
-    "flops": None,
+    "flops": FlopsPerToken(
+      exact=accounting.flops_per_token(model, length),
+      full=accounting.flops_per_token(model, batches.seq_len, mask="full"),
+      hardware=accounting.hardware_flops_per_token(
+        model, length, execution.remat, execution.remat_every
+      ),
+    ),
     "peak": peak(
       list(execution.mesh.devices.flat),
       operand_dtype=execution.precision.operands,

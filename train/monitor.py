@@ -20,6 +20,7 @@ from train.config import MonitorConfig
 from train.peak import Peak
 
 FILE = "metrics.jsonl"
+PEAK_FILE = "peak.json"  # What MFU is measured against.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,8 @@ class Monitor:
     if self._writes:
       lines = "".join(_dump(line) for line in self.history)
       self._path.write_text(lines)
+      if peak is not None:
+        (workdir / PEAK_FILE).write_text(json.dumps(dataclasses.asdict(peak)))
       self._file = open(self._path, "a")  # noqa: SIM115  Closed by `close`.
     is_terminal = sys.stderr.isatty()
     self._bar = tqdm.tqdm(

@@ -55,7 +55,7 @@ def peak(devices, *, operand_dtype) -> Peak | None:
   if devices[0].platform == "cpu":
     rate = measured_rate(devices[0], operand_dtype)
     name = jnp.dtype(operand_dtype).name
-    source = f"measured on this CPU: {rate / 1e9:.0f} GFLOP/s in {name} matmuls"
+    source = f"{rate / 1e9:.0f} GFLOP/s, measured here: {name} matmuls of a CPU"
     return Peak(rate, source)
   known = [name for name in _BFLOAT16_FLOPS if kind.startswith(name)]
   if not known:

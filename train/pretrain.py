@@ -113,7 +113,7 @@ def run(config: PretrainConfig, workdir: str) -> Result:
     workdir=folder,
     place=lambda batch: to_global(batch, mesh, rules),
     evaluate=evaluate,
-    **assembly.utilisation(config.model, data.seq_len, execution),
+    **assembly.utilisation(config.model, batches, execution),
     label="pretrain",
   )
   return Result(state=state, history=history)

@@ -119,7 +119,7 @@ def run(config: SFTConfig, workdir: str, *, model: Any = None) -> Result:
     workdir=folder,
     place=lambda batch: to_global(batch, mesh, rules),
     evaluate=evaluate,
-    **assembly.utilisation(model_config, data.seq_len, execution),
+    **assembly.utilisation(model_config, batches, execution),
     label="sft",
   )
   return Result(state=state, history=history)

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from tests.train import tiny_run
@@ -53,10 +53,13 @@ def documents(workdir: pathlib.Path) -> dict[int, str]:
 
 def last_state(workdir: pathlib.Path) -> dict[str, np.ndarray]:
   """The arrays of the last checkpoint, by name."""
-  checkpoint.verify(workdir / "checkpoints", tiny_run.NUM_STEPS)
-  path = workdir / "checkpoints" / str(tiny_run.NUM_STEPS) / "state"
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    return checkpointer.restore(path)
+  folder, step = workdir / "checkpoints", tiny_run.NUM_STEPS
+  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  wanted = {
+    name: jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"], sharding=here)
+    for name, leaf in checkpoint.verify(folder, step)["leaves"].items()
+  }
+  return jax.device_get(checkpoint.restore(folder, step, wanted).state)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def write_data(folder: pathlib.Path) -> None:
     for i in range(97)
   ]
   tok = tokenizer.train_sentencepiece(
-    texts, folder / "tokenizer.model", vocab_size=320, num_threads=1
+    texts, folder / "tokenizer.model", vocab_size=320
   )
   for name, part in {"train": texts[:90], "held_out": texts[90:]}.items():
     examples = [
