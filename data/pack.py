@@ -125,7 +125,7 @@ def _concat(document, steps, seq_len):
   total = int(ends[-1]) if len(ends) else 0
   num_rows = -(-total // seq_len)
   borders = np.union1d(ends, np.arange(1, num_rows) * seq_len)
-  starts = np.concatenate([[0], borders[:-1]]).astype(np.int64)
+  starts = np.concatenate([[0], borders])[:-1].astype(np.int64)
   which = np.searchsorted(ends, starts, side="right")
   begin = starts - (ends - steps)[which]
   row_offsets = np.searchsorted(starts, np.arange(num_rows + 1) * seq_len)

@@ -66,7 +66,7 @@ def test_control_tokens_in_content_stay_text(trained):
 
 def test_empty_mask_is_an_error(trained):
   template = chat.ChatTemplate(chat.DEFAULT_TEMPLATE)
-  with pytest.raises(ValueError, match="mask is empty.*roles .'system', 'user'"):
+  with pytest.raises(ValueError, match="mask is empty.*'system', 'user'"):
     template.encode(trained, [SYSTEM, USER])
   # A template that writes answers outside of its generation block.
   outside = chat.ChatTemplate(
@@ -112,7 +112,7 @@ def test_errors_name_the_place():
     template.render([{"role": "tool", "content": "x"}])
   with pytest.raises(ValueError, match="message 1 .*no 'content'"):
     template.render([USER, {"role": "user"}])
-  with pytest.raises(ValueError, match="message 0 must be a dict with a 'role'"):
+  with pytest.raises(ValueError, match="message 0 must be a dict with"):
     template.render(["hi"])
   with pytest.raises(ValueError, match="wanted a list of messages"):
     template.render("hi")

@@ -96,8 +96,9 @@ BAD_LINES = {
 @pytest.mark.parametrize("message", BAD_LINES)
 def test_bad_line_names_file_and_line_or_is_skipped(tmp_path, message):
   path = tmp_path / "a.jsonl"
-  path.write_bytes(b'{"text": "1"}\n' + BAD_LINES[message] + b'\n{"text": "3"}')
-  with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}.*on_bad_line"):
+  bad = BAD_LINES[message]
+  path.write_bytes(b'{"text": "1"}\n' + bad + b'\n{"text": "3"}')
+  with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}.*on_bad_l"):
     read(path)
   report = Report("read")
   got = read(path, on_bad_line="skip", report=report)

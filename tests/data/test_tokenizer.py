@@ -15,7 +15,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 CODE = st.lists(
   st.sampled_from([
     " ", "  ", "    ", "\n", "\t", "\r\n", "▁", "▁▁", "<|user|>", "<s>", "</s>",
-    "<unk>", "<0x0A>", "def", "self.", "(", "é", "e\u0301", "\u2028", "😀", "\0",
+    "<unk>", "<0x0A>", "def", "self.", "é", "e\u0301", "\u2028", "😀", "\0",
   ]),
   max_size=20,
 ).map("".join)
