@@ -52,6 +52,7 @@ setuptools.setup(
   packages=setuptools.find_packages(
     include=[*_ROOMS, *(f"{room}.*" for room in _ROOMS)]
   ),
+  package_data={"": ["*.jinja", "*.json"]},
   # One folder for all packages: an editable install is then a plain path, which
   # type checkers understand and where new rooms show up by themselves.
   package_dir={"": "."},

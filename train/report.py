@@ -226,7 +226,7 @@ def _number(value: float) -> str:
 
 if __name__ == "__main__":
   folders = sys.argv[1:]
-  if not folders:
+  if not folders or folders[0].startswith("-"):
     sys.exit(__doc__)
   target = pathlib.Path(folders[0]) / "report.html"
   write(target, [load_run(folder) for folder in folders], title="Training")

@@ -4,7 +4,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -64,28 +63,20 @@ def test_runs_with_overrides(folder):
   assert (got.returncode, got.stdout) == (0, "ran 6 None out False\n"), got
 
 
-def test_help_is_instant_and_imports_no_jax(folder):
+def test_help_lists_the_settings_and_imports_no_jax(folder):
   main = folder / "main.py"
   main.write_text(
     "import atexit, sys\n"
     "atexit.register(lambda: print('jax' in sys.modules))\n"
     + _MAIN.replace('"""Trains nothing.', '__doc__ = """Trains nothing.')
   )
-  seconds = []
-  # The best of a few: other processes may hold the cores.
-  for _ in range(10):
-    start = time.perf_counter()
-    got = _call(folder, "--help")
-    seconds.append(time.perf_counter() - start)
-    if min(seconds) < 0.4:
-      break
+  got = _call(folder, "--help")
   lines = got.stdout.splitlines()
   assert got.returncode == 0 and lines[0] == "Trains nothing."
   assert lines[-1] == "False", "--help imports jax"
   assert "  --config.num_layers=(required)  int" in lines
   assert "  --config.rope.scaling='none'  none, linear, llama3 or yarn" in lines
   assert "  --config.norm='rms'  rms or layer" in lines
-  assert min(seconds) < 0.4
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""The flags of every main are frozen, and their --help comes at once.
+
+A new knob belongs into the dataclass of the part that reads it, where
+`--config.KEY=VALUE` reaches it. A new flag is a decision: write it down here.
+"""
+
+import ast
+import pathlib
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_ROOMS = sorted(path.parent.name for path in _ROOT.glob("*/__init__.py"))
+
+_FLAGS = {
+  "data.prepare": {"config", "workdir"},
+  "train.report": set(),
+  "train.pretrain": {"config", "workdir"},
+  "train.sft": {"config", "workdir"},
+}
+
+
+def _has_main(path: pathlib.Path) -> bool:
+  return any(
+    isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
+    for node in ast.parse(path.read_text()).body
+  )
+
+
+def _mains() -> set[str]:
+  paths = [p for room in _ROOMS for p in (_ROOT / room).rglob("*.py")]
+  return {
+    ".".join(p.relative_to(_ROOT).with_suffix("").parts)
+    for p in paths
+    if p.parts[len(_ROOT.parts)] not in ("benchmarks", "tests") and _has_main(p)
+  }
+
+
+def test_every_main_is_listed():
+  assert _mains() == set(_FLAGS)
+
+
+@pytest.mark.parametrize("main", sorted(_FLAGS))
+def test_help(main):
+  code = (
+    "import atexit, runpy, sys\n"
+    "heavy = {'jax', 'flax', 'orbax', 'grain', 'torch'}\n"
+    "atexit.register(lambda: print('heavy:', heavy & set(sys.modules)))\n"
+    f"sys.argv = ['{main}', '--help']\n"
+    f"runpy.run_module('{main}', run_name='__main__')\n"
+  )
+  seconds = []
+  for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    got = subprocess.run(
+      [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Not by the clock: other processes may hold the cores.
+    seconds.append(
+      after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    )
+  text = got.stdout + got.stderr
+  flags = set(re.findall(r"^ +--(?:\[no\])?(\w+):", text, re.MULTILINE))
+  assert flags == _FLAGS[main], text
+  assert "heavy: set()" in text, "--help imports more than it shows"
+  assert min(seconds) < 0.4
