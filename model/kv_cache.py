@@ -58,7 +58,20 @@ class KVCache:
   def slots(
     self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None
   ) -> jax.Array:
-    """The slot of each token; padding gets one past the last: not written."""
+    """The slot of each token; padding gets one past the last: not written.
+
+    A position past the last slot is not written either, and cannot be seen
+    here: whoever decodes makes the cache long enough.
+
+    Raises:
+      ValueError: there are more tokens a row than slots.
+    """
+    num_tokens = positions_BT.shape[1]
+    if segment_ids_BT is None and num_tokens > self.length:
+      raise ValueError(
+        f"{num_tokens} tokens a row do not fit a cache of {self.length} slots;"
+        " make it longer (KVCache.zeros, KVCache.resized)"
+      )
     if segment_ids_BT is None:
       return positions_BT
     return jnp.where(segment_ids_BT == 0, self.length, positions_BT)
