@@ -65,17 +65,9 @@ class ChatTemplate:
   def load(cls, path: str | os.PathLike) -> "ChatTemplate":
     """Reads a Jinja file, or the template in a Hugging Face folder."""
     path = Path(path)
-    if path.is_file():
-      return cls(path.read_text())
-    if (path / "chat_template.jinja").is_file():
-      return cls((path / "chat_template.jinja").read_text())
-    if (path / "tokenizer_config.json").is_file():
-      config = json.loads((path / "tokenizer_config.json").read_text())
-      template = config.get("chat_template")
-      if isinstance(template, list):  # several, by name
-        template = {t["name"]: t["template"] for t in template}.get("default")
-      if template:
-        return cls(template)
+    source = path.read_text() if path.is_file() else _template_in(path)
+    if source is not None:
+      return cls(source)
     raise ValueError(
       f"no chat template at {str(path)!r}: wanted a Jinja file, or a folder"
       " with chat_template.jinja or a chat_template in tokenizer_config.json"
@@ -217,7 +209,57 @@ class ChatTemplate:
     return runs + [(text[done:], False)]
 
 
+def template_for(
+  tokenizer: str | os.PathLike, chat_template: str | None = None
+) -> ChatTemplate:
+  """The template of a run.
+
+  Args:
+    tokenizer: SentencePiece model or Hugging Face folder.
+    chat_template: Jinja file; None: the one that lies beside `tokenizer`,
+      else `DEFAULT_TEMPLATE`.
+  """
+  if chat_template is not None:
+    return ChatTemplate.load(chat_template)
+  path = Path(tokenizer)
+  try:
+    return ChatTemplate.load(path if path.is_dir() else path.parent)
+  except ValueError:  # no template there
+    return ChatTemplate(DEFAULT_TEMPLATE)
+
+
+def template_for(
+  tokenizer: str | os.PathLike, chat_template: str | os.PathLike | None = None
+) -> ChatTemplate:
+  """The template that goes with a tokenizer.
+
+  Args:
+    tokenizer: path of the tokenizer.
+    chat_template: Jinja file or folder that is used instead; None: the
+      template that lies beside the tokenizer, else `DEFAULT_TEMPLATE`.
+  """
+  if chat_template is not None:
+    return ChatTemplate.load(chat_template)
+  folder = Path(tokenizer)
+  folder = folder if folder.is_dir() else folder.parent
+  source = _template_in(folder)
+  return ChatTemplate(DEFAULT_TEMPLATE if source is None else source)
+
+
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+def _template_in(folder: Path) -> str | None:
+  """The template of a Hugging Face folder, where there is one."""
+  if (folder / "chat_template.jinja").is_file():
+    return (folder / "chat_template.jinja").read_text()
+  if not (folder / "tokenizer_config.json").is_file():
+    return None
+  config = json.loads((folder / "tokenizer_config.json").read_text())
+  template = config.get("chat_template")
+  if isinstance(template, list):  # several, by name
+    template = {t["name"]: t["template"] for t in template}.get("default")
+  return template
 
 
 @functools.cache

@@ -62,7 +62,7 @@ def run(config: PrepareConfig, workdir: str | os.PathLike) -> Prepared:
   train, heldout, reports = select(config)
   tokenizer = _tokenizer(config, train, workdir)
   if is_chat:
-    template = _template(config)
+    template = chat.template_for(config.tokenizer, config.chat_template)
     (workdir / "chat_template.jinja").write_text(template.source)
     encode = _Conversations(tokenizer, template, config.max_tokens)
   else:
@@ -199,17 +199,6 @@ def _tokenizer(config, train, workdir) -> Tokenizer:
       if (folder / name).is_file() and folder.resolve() != workdir.resolve():
         shutil.copy(folder / name, workdir / name)
   return tokenizer
-
-
-def _template(config: PrepareConfig) -> chat.ChatTemplate:
-  if config.chat_template is not None:
-    return chat.ChatTemplate.load(config.chat_template)
-  path = Path(config.tokenizer)
-  folder = path if path.is_dir() else path.parent
-  try:
-    return chat.ChatTemplate.load(folder)
-  except ValueError:  # no template there
-    return chat.ChatTemplate(chat.DEFAULT_TEMPLATE)
 
 
 def _is_chat(config: PrepareConfig) -> bool:

@@ -1,0 +1,163 @@
+"""DPO: preferences without a reward model (arXiv:2305.18290).
+
+  python -m align.dpo --config=configs/dpo_tiny.py --workdir=DIR
+
+A run that was stopped continues when it is started again with the same
+workdir. `run` is the same for notebooks.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+from align.config import DPOConfig
+from configs import cli
+from train.run_config import Result, check_length
+
+
+def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
+  """Tunes the model of `config.init_from`, or goes on where it stopped.
+
+  Args:
+    config: see `align/config.py`.
+    workdir: the run folder: config.json, metrics.jsonl, TensorBoard events,
+      checkpoints/.
+    model: a `model.transformer.Transformer` to start from, in place of
+      `config.init_from`; it stays valid.
+
+  Raises:
+    ValueError: a setting that cannot be, or a checkpoint of another model.
+    NonFiniteError: the loss was NaN or infinite.
+  """
+  # ---- Imports: `--help` must not wait for JAX ----
+  import jax
+
+  from align import pairs as pairs_lib
+  from align.preference import dpo_loss, make_evaluate
+  from align.reference import make_score, score_pairs, with_scores
+  from data import tokenizer as tokenizer_lib
+  from model.transformer import Transformer
+  from sharding.arrays import check_batch_size, process_rows, to_global
+  from sharding.mesh import make_mesh
+  from train import assembly, checkpoint, initial
+  from train.loop import fit
+  from train.optimizers import make_optimizer
+  from train.schedules import make_schedule
+  from train.state import abstract_state, shardings_of, state_from_model
+  from train.step import make_eval_step, make_train_step
+
+  folder = assembly.open_run(
+    workdir,
+    json.dumps(cli.to_dict(config), indent=2),
+    compilation_cache=config.compilation_cache,
+  )
+
+  # ---- Devices ----
+  mesh, rules = make_mesh(config.mesh), config.rules
+  execution = assembly.make_execution(config.step, mesh, rules)
+
+  # ---- Model: the one to start from says what it is ----
+  if model is None:
+    model = initial.load_model(config.init_from, mesh=mesh, rules=rules)
+  model_config = model.config
+  make_model = lambda rngs: Transformer(model_config, rngs=rngs)
+
+  # ---- Data: two rows a pair ----
+  data = config.data
+  check_length(data.seq_len, model_config)
+  num_rows = 2 * data.global_batch_size
+  check_batch_size(
+    num_rows,
+    mesh,
+    rules,
+    accumulation=config.step.accumulation,
+    rows_per_example=2,
+  )
+  tokenizer = tokenizer_lib.load(data.tokenizer)
+  tokenizer_lib.check_vocab(tokenizer, model_config.vocab_size)
+  pairs = pairs_lib.open_pairs(data, data.path, tokenizer)
+  held_out = pairs_lib.open_pairs(data, data.held_out, tokenizer)
+  if config.num_steps is None:
+    num_steps = round(config.num_epochs * len(pairs) / data.global_batch_size)
+    config = dataclasses.replace(config, num_steps=max(1, num_steps))
+
+  # ---- Step ----
+  loss_fn = dpo_loss(beta=config.beta, label_smoothing=config.label_smoothing)
+  optimizer = make_optimizer(
+    config.optimizer, make_schedule(config.schedule, config.num_steps)
+  )
+  abstract = abstract_state(make_model, optimizer, mesh=mesh, rules=rules)
+  shardings = shardings_of(abstract)
+  train_step = make_train_step(
+    loss_fn,
+    optimizer,
+    execution,
+    shardings,
+    accumulation=config.step.accumulation,
+    rows_per_example=2,
+  )
+  eval_step = make_eval_step(loss_fn, execution, shardings.model)
+
+  # ---- Reference: the same model, frozen; it scores pairs once ----
+  place = lambda batch: to_global(batch, mesh, rules)
+  score = make_score(execution, shardings.model)
+  reference = jax.device_put(model, shardings.model)
+  shape = {
+    "seq_len": data.seq_len,
+    "global_batch_size": data.global_batch_size,
+    "rows": process_rows(num_rows, mesh, rules),
+  }
+
+  def score_all(pairs):
+    batches = pairs_lib.in_order(pairs, **shape)
+    return score_pairs(score, reference, batches, place, num_pairs=len(pairs))
+
+  evaluate = None
+  if held_out:
+    held_out_scores = score_all(held_out)
+    evaluate = make_evaluate(
+      eval_step,
+      lambda: pairs_lib.in_order(held_out, held_out_scores, **shape),
+      place,
+    )
+  place_step, pair_scores = place, None
+  if config.reference == "precomputed":
+    pair_scores = score_all(pairs)
+  else:
+    place_step = lambda batch: with_scores(score, reference, place(batch))
+  batches = pairs_lib.PairBatches(
+    pairs, pair_scores, seed=data.seed, **shape
+  )
+
+  # ---- State: where the run stopped, or a start ----
+  restored = checkpoint.restore_latest(
+    folder / "checkpoints",
+    abstract,
+    config={"model": dataclasses.asdict(model_config)},
+  )
+  if restored is not None:
+    state = restored.state
+  else:
+    state = state_from_model(
+      model, optimizer, seed=config.seed, mesh=mesh, rules=rules
+    )
+  del restored, model
+  if config.reference == "precomputed":
+    del reference
+
+  # ---- Train ----
+  state, history = fit(
+    state,
+    train_step,
+    batches,
+    config=config,
+    workdir=folder,
+    place=place_step,
+    evaluate=evaluate,
+    label="dpo",
+  )
+  return Result(state=state, history=history)
+
+
+if __name__ == "__main__":
+  cli.launch(run, DPOConfig)
