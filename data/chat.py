@@ -210,25 +210,6 @@ class ChatTemplate:
 
 
 def template_for(
-  tokenizer: str | os.PathLike, chat_template: str | None = None
-) -> ChatTemplate:
-  """The template of a run.
-
-  Args:
-    tokenizer: SentencePiece model or Hugging Face folder.
-    chat_template: Jinja file; None: the one that lies beside `tokenizer`,
-      else `DEFAULT_TEMPLATE`.
-  """
-  if chat_template is not None:
-    return ChatTemplate.load(chat_template)
-  path = Path(tokenizer)
-  try:
-    return ChatTemplate.load(path if path.is_dir() else path.parent)
-  except ValueError:  # no template there
-    return ChatTemplate(DEFAULT_TEMPLATE)
-
-
-def template_for(
   tokenizer: str | os.PathLike, chat_template: str | os.PathLike | None = None
 ) -> ChatTemplate:
   """The template that goes with a tokenizer.

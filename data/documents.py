@@ -71,6 +71,13 @@ def read(
     ValueError: no file, no document in any file, or a bad line or byte under
       "error"; the message names file and line.
   """
+  for name, value, allowed in (
+    ("sources.format", source.format, ("jsonl", "text", "chat")),
+    ("on_bad_line", on_bad_line, ("error", "skip")),
+    ("on_bad_utf8", on_bad_utf8, ("error", "replace", "skip")),
+  ):
+    if value not in allowed:
+      raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
   report = Report("read") if report is None else report
   root = _fixed_folder(source.path)
   empty = True

@@ -148,6 +148,19 @@ def test_load(tmp_path):
   assert chat.ChatTemplate.load(tmp_path).source == "jinja"
 
 
+def test_template_for(tmp_path):
+  model = tmp_path / "tokenizer.model"
+  model.write_text("")
+  assert chat.template_for(model).source == chat.DEFAULT_TEMPLATE
+  (tmp_path / "chat_template.jinja").write_text("beside")
+  assert chat.template_for(model).source == "beside"
+  (tmp_path / "other.jinja").write_text("given")
+  given = chat.template_for(model, tmp_path / "other.jinja")
+  assert given.source == "given"
+  with pytest.raises(ValueError, match="no chat template"):
+    chat.template_for(model, tmp_path / "missing.jinja")
+
+
 def test_smollm2(shared_data):
   folder = shared_data / "smollm2_tokenizer"
   smollm2, template = tokenizer.load(folder), chat.ChatTemplate.load(folder)

@@ -120,6 +120,14 @@ def test_invalid_utf8_has_three_policies(tmp_path):
   assert skipped.removed == {"invalid UTF-8": [f"{path}:2"]}
 
 
+@pytest.mark.parametrize(
+  "name", ["format", "on_bad_line", "on_bad_utf8"]
+)
+def test_unknown_policy(tmp_path, name):
+  with pytest.raises(ValueError, match=f"{name} must be one of .* got 'skp'"):
+    read(tmp_path, **{name: "skp"})
+
+
 def test_conversations_are_read_as_messages(tmp_path):
   path = tmp_path / "a.jsonl"
   messages = [{"role": "user", "content": "hi"}]
