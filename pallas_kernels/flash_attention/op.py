@@ -30,7 +30,8 @@ def flash_attention(
   """Softmax attention of N query heads over K key/value heads, N = G K.
 
   Query head n reads key head n // G. Rows that may see no key give 0, and
-  gradient 0. Scores, softmax and accumulation are float32.
+  gradient 0; what stands in padding, NaN included, touches nothing. Scores,
+  softmax and accumulation are float32.
 
   Args:
     q_BTNH: queries.
@@ -91,9 +92,24 @@ def flash_attention(
     q_positions = k_positions = jnp.arange(T, dtype=jnp.int32)[None]
   queries = Rows(q_positions, q_segment_ids)
   keys = Rows(k_positions, k_segment_ids)
-  arrays = q_BTNH, k_BSKH, v_BSKH, queries, keys, dropout_keys_B
+  # A weight of 0 does not hide a NaN: 0 NaN = NaN.
+  q = _without_padding(q_BTNH, q_segment_ids)
+  k = _without_padding(k_BSKH, k_segment_ids)
+  v = _without_padding(v_BSKH, k_segment_ids)
+  arrays = q, k, v, queries, keys, dropout_keys_B
   if impl in ("auto", "xla"):
-    return xla.attend(options, ordered, *arrays)
-  if impl == "reference":
-    return reference.attend(options, *arrays)
-  raise ValueError(f"impl must be 'auto' or one of {IMPLS}, got {impl!r}")
+    out = xla.attend(options, ordered, *arrays)
+  elif impl == "reference":
+    out = reference.attend(options, *arrays)
+  else:
+    raise ValueError(f"impl must be 'auto' or one of {IMPLS}, got {impl!r}")
+  # For the cotangents: those of padding rows have no meaning either.
+  return _without_padding(out, q_segment_ids)
+
+
+def _without_padding(x_BTNH: jax.Array, segment_ids: jax.Array | None):
+  """The same with zeros in the rows of segment 0."""
+  if segment_ids is None:
+    return x_BTNH
+  real = (segment_ids != 0)[:, :, None, None]
+  return jnp.where(real, x_BTNH, jnp.zeros_like(x_BTNH))
