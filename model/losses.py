@@ -53,12 +53,13 @@ def cross_entropy(
 
   Returns:
     The sum of weighted losses, the sum of weights, and {"nll", "z_loss"}: the
-    two parts of the first. Nats, float32 scalars.
+    two parts of the first, without gradients. Nats, float32 scalars.
   """
   head, w = _head(model, hidden_BTD, execution)
   hidden = execution.shard(hidden_BTD, ("batch", "seq", None))
-  nll, z = _cross_entropy(head, z_loss, hidden, w, targets_BT, weights_BT)
-  return nll + z, jnp.sum(weights_BT), {"nll": nll, "z_loss": z}
+  loss, parts = _cross_entropy(head, z_loss, hidden, w, targets_BT, weights_BT)
+  # Only the first has a gradient; a derivative of the parts is a plain 0.
+  return loss, jnp.sum(weights_BT), jax.lax.stop_gradient(parts)
 
 
 def token_log_probs(
@@ -88,58 +89,58 @@ def token_log_probs(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cross_entropy(head: Head, z_loss: float, hidden, w, targets, weights):
-  """Weighted sums of negative log-likelihood and of the z-loss."""
+  """The weighted sum of losses, and its two parts."""
 
-  def chunk(sums, part):
-    x, targets, weights = part
+  def chunk(_, part):
+    x, targets = part
     logits, _ = _logits(head, x, w)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    nll = jnp.sum(weights * (lse - _pick(logits, targets)))
-    z = jnp.sum(weights * z_loss * jnp.square(lse))
-    return (sums[0] + nll, sums[1] + z), None
+    return None, (lse - _pick(logits, targets), z_loss * jnp.square(lse))
 
-  parts = _split((hidden, targets, weights), head.chunk)
-  return jax.lax.scan(chunk, (jnp.float32(0), jnp.float32(0)), parts)[0]
+  parts = _split((hidden, targets), head.chunk)
+  losses = jax.lax.scan(chunk, None, parts)[1]
+  return _sums(*_join(losses, targets.shape[1]), weights)
 
 
 def _cross_entropy_fwd(head, z_loss, hidden, w, targets, weights):
-  """Also computes the gradients that a cotangent of one would ask for.
-
-  The two sums are added before anything else is done with them
-  (`cross_entropy`), so both have the same cotangent.
-  """
+  """Also computes the gradients that a cotangent of one would ask for."""
   operands = head.execution.precision.operands
   inputs, out = head.equation.split("->")
   x_dims, w_dims = inputs.split(",")
 
-  def chunk(carry, part):
-    nll, z, dw = carry
+  def chunk(dw, part):
     x, targets, weights = part
     logits, slope = _logits(head, x, w)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    nll = nll + jnp.sum(weights * (lse - _pick(logits, targets)))
-    z = z + jnp.sum(weights * z_loss * jnp.square(lse))
+    losses = lse - _pick(logits, targets), z_loss * jnp.square(lse)
     probs = jnp.exp(logits - lse[..., None])
     grad = probs * (1.0 + 2.0 * z_loss * lse)[..., None]
     grad = grad - _is_target(logits, targets)
     grad = grad * slope * weights[..., None]
     dx = dot(f"{out},{w_dims}->{x_dims}", grad, w, operands)
     dw = dw + dot(f"{x_dims},{out}->{w_dims}", x, grad, operands)
-    return (nll, z, dw), dx.astype(x.dtype)
+    return dw, (dx.astype(x.dtype), *losses)
 
   parts = _split((hidden, targets, weights), head.chunk)
-  start = jnp.float32(0), jnp.float32(0), jnp.zeros(w.shape, jnp.float32)
-  (nll, z, dw), dx = jax.lax.scan(chunk, start, parts)
-  return (nll, z), (_join(dx, targets.shape[1]), dw.astype(w.dtype))
+  dw = jnp.zeros(w.shape, jnp.float32)
+  dw, outputs = jax.lax.scan(chunk, dw, parts)
+  dx, nll, z = _join(outputs, targets.shape[1])
+  return _sums(nll, z, weights), (dx, dw.astype(w.dtype), nll + z)
 
 
 def _cross_entropy_bwd(head, z_loss, saved, cotangents):
   g, _ = cotangents
-  dx, dw = saved
-  return dx * g.astype(dx.dtype), dw * g.astype(dw.dtype), None, None
+  dx, dw, losses = saved
+  return dx * g.astype(dx.dtype), dw * g.astype(dw.dtype), None, losses * g
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def _sums(nll_BT, z_BT, weights_BT):
+  """Over tokens: the loss, and its parts."""
+  nll, z = jnp.sum(weights_BT * nll_BT), jnp.sum(weights_BT * z_BT)
+  return nll + z, {"nll": nll, "z_loss": z}
 
 
 def _head(model: Transformer, hidden_BTD, execution: Execution):
@@ -192,7 +193,11 @@ def _split(arrays, size: int):
   return jax.tree.map(split, arrays)
 
 
-def _join(x, T: int):
-  """[chunks, B, size, ...] -> [B, T, ...]."""
-  x = jnp.swapaxes(x, 0, 1)
-  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T]
+def _join(arrays, T: int):
+  """Trees of [chunks, B, size, ...] -> [B, T, ...]."""
+
+  def join(x):
+    x = jnp.swapaxes(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T]
+
+  return jax.tree.map(join, arrays)
