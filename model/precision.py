@@ -8,7 +8,8 @@ The table of a policy, op by op:
 | matmul operands, forward and backward    | `operands`                  |
 | matmul accumulation                      | float32                     |
 | matmul results, residual stream          | `activations`               |
-| norms, softmax, soft-caps, rotary, loss  | float32                     |
+| norms, softmax, soft-caps, rotary, loss, | float32                     |
+| activation functions                     |                             |
 
 Mixed precision with float32 master weights: arXiv:1710.03740.
 """

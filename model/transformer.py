@@ -122,9 +122,14 @@ class Transformer(nnx.Module):
   ) -> jax.Array:
     """Scores of the next token, float32 [B, T, V]."""
     config = self.config
-    equation, w = self.head_weight
     precision = dataclasses.replace(execution.precision, activations="float32")
-    y = einsum(equation, hidden_BTD, w, precision) * config.logit_scale
+    execution = dataclasses.replace(execution, precision=precision)
+    if hasattr(self, "head"):
+      y = self.head(hidden_BTD, execution)
+    else:
+      table = self.embed.table[...]
+      y = einsum("BTD,VD->BTV", hidden_BTD, table, precision)
+    y = y * config.logit_scale
     if config.logit_softcap is not None:
       y = config.logit_softcap * jnp.tanh(y / config.logit_softcap)
     return execution.shard(y, ("batch", "seq", "vocab"))
@@ -176,6 +181,11 @@ class Transformer(nnx.Module):
 
   def _run_list(self, x, kv, view, kind_of, dropout_keys, execution):
     """The same for layers that stand apart, each with a cache of its own."""
+    if execution.remat != "none":
+      raise ValueError(
+        "layers in a list (Transformer.unstacked) are for decoding: wanted"
+        f" execution.remat='none', got {execution.remat!r}"
+      )
     news = []
     for index, layer in enumerate(self.layers):
       mine = None if kv is None else (kv[0][index], kv[1][index])
