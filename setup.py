@@ -56,7 +56,6 @@ setuptools.setup(
   # One folder for all packages: an editable install is then a plain path, which
   # type checkers understand and where new rooms show up by themselves.
   package_dir={"": "."},
-  package_data={"train": ["report.html.jinja"]},
   install_requires=[
     "absl-py",
     "flax>=0.12",

@@ -17,6 +17,7 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _ROOMS = sorted(path.parent.name for path in _ROOT.glob("*/__init__.py"))
 
 _FLAGS = {
+  "align.dpo": {"config", "workdir"},
   "data.prepare": {"config", "workdir"},
   "train.report": set(),
   "train.pretrain": {"config", "workdir"},
