@@ -154,6 +154,7 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
     workdir=folder,
     place=place_step,
     evaluate=evaluate,
+    **assembly.utilisation(model_config, batches, execution),
     label="dpo",
   )
   return Result(state=state, history=history)

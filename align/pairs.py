@@ -149,6 +149,9 @@ class PairBatches:
     global_batch_size: pairs a step over all hosts.
     rows: rows of the global batch (two a pair) that this host reads.
     seed: of the order.
+
+  Attributes:
+    seq_len: T.
   """
 
   def __init__(
@@ -162,11 +165,17 @@ class PairBatches:
     seed: int,
   ):
     self._pairs = pairs
-    self._seq_len = seq_len
+    self.seq_len = seq_len
     self._batch_size = global_batch_size
     self._local = np.arange(rows.start // 2, rows.stop // 2)
     self._seed = seed
     self._reference_log_probs = reference_log_probs
+
+  @property
+  def sizes(self) -> np.ndarray:
+    """int64 [rows of all pairs], positions of each."""
+    sides = [side for p in self._pairs for side in (p.chosen, p.rejected)]
+    return np.array([len(side.tokens) - 1 for side in sides])
 
   def batch(self, step: int) -> tuple[Batch, list[list[str]]]:
     """This host's rows of the batch of a step, and the pairs' ids by row."""
@@ -176,7 +185,7 @@ class PairBatches:
     numbers = shuffle.permute(
       index, len(self._pairs), shuffle.key(self._seed, epoch)
     )
-    batch = _rows([self._pairs[n] for n in numbers], self._seq_len)
+    batch = _rows([self._pairs[n] for n in numbers], self.seq_len)
     if self._reference_log_probs is not None:
       batch["reference_log_probs"] = self._reference_log_probs[numbers].ravel()
     return batch, [[self._pairs[n].id] for n in numbers for _ in range(2)]

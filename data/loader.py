@@ -112,6 +112,11 @@ class Loader:
     self._num_epochs = num_epochs
 
   @property
+  def sizes(self) -> np.ndarray:
+    """int64 [pieces], positions of each piece of a document."""
+    return np.concatenate([plan.size for plan in self.plans])
+
+  @property
   def efficiency(self) -> float:
     shares = [plan.efficiency for plan in self.plans]
     return float(np.dot(self._mixture.rates, shares))

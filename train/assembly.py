@@ -3,6 +3,7 @@
 import os
 import pathlib
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -98,8 +99,20 @@ def make_held_out(
   return make_evaluate(eval_step, loader, place, num_batches=config.num_batches)
 
 
+class Sized(Protocol):
+  """What `utilisation` reads of a run's batches.
+
+  Attributes:
+    seq_len: T.
+    sizes: int64 [pieces], positions of each piece of a document.
+  """
+
+  seq_len: int
+  sizes: np.ndarray
+
+
 def utilisation(
-  model: ModelConfig, batches: Loader, execution: Execution
+  model: ModelConfig, batches: Sized, execution: Execution
 ) -> dict[str, FlopsPerToken | Peak | None]:
   """The arguments of `train.loop.fit` that make it report MFU.
 
@@ -109,10 +122,10 @@ def utilisation(
 
   Args:
     model: what is trained.
-    batches: the training data.
+    batches: the training data; its `sizes` are the lengths of the pieces.
     execution: how, and on which devices.
   """
-  sizes = np.concatenate([plan.size for plan in batches.plans])
+  sizes = batches.sizes
   length = max(1, round(float(np.sum(sizes**2) / np.sum(sizes))))
   return {
     "flops": FlopsPerToken(
