@@ -12,8 +12,6 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from train import monitor
-
 _TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
 
 # Key in metrics.jsonl -> title of its chart; the keys of one title share it.
@@ -72,6 +70,8 @@ def load_run(folder: str | pathlib.Path, *, name: str | None = None) -> Run:
   Raises:
     ValueError: it has no metrics.jsonl.
   """
+  from train import monitor  # Here: it imports JAX, and --help must not.
+
   folder = pathlib.Path(folder)
   history = monitor.read(folder / monitor.FILE)
   if not history:
