@@ -187,8 +187,10 @@ def parse_rope(
   return Rope(**arguments)
 
 
-def write_rope(rope: Rope) -> dict:
+def write_rope(rope: Rope | None) -> dict:
   """`rope_theta` and `rope_scaling`, which every transformers reads."""
+  if rope is None:
+    raise ValueError("model.rope=None: no family is without positions")
   scaling = {"rope_type": rope.scaling, "factor": rope.factor}
   if rope.scaling in ("llama3", "yarn"):
     scaling["original_max_position_embeddings"] = rope.original_max_positions

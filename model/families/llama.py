@@ -34,7 +34,7 @@ def _write(config: ModelConfig) -> dict:
   return {
     **write_decoder(config),
     **write_rope(config.rope),
-    "hidden_act": config.activation,
+    "hidden_act": "silu",
     "attention_bias": config.qkv_bias,
     "mlp_bias": config.mlp_bias,
   }

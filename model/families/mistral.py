@@ -28,7 +28,7 @@ def _write(config: ModelConfig) -> dict:
   return {
     **write_decoder(config),
     **write_rope(config.rope),
-    "hidden_act": config.activation,
+    "hidden_act": "silu",
     "sliding_window": config.window,
   }
 

@@ -33,7 +33,7 @@ def write_qwen(config: ModelConfig) -> dict:
   return {
     **write_decoder(config),
     **write_rope(config.rope),
-    "hidden_act": config.activation,
+    "hidden_act": "silu",
     "use_sliding_window": False,
   }
 
