@@ -157,8 +157,10 @@ class ChatTemplate:
     try:
       text = self._template.render(
         messages=_hold(messages, held, literals),
-        add_generation_prompt=add_generation_prompt, bos_token=bos_token,
-        eos_token=eos_token, **variables,
+        add_generation_prompt=add_generation_prompt,
+        bos_token=bos_token,
+        eos_token=eos_token,
+        **variables,
       )
     except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as e:
       raise ValueError(
@@ -170,8 +172,11 @@ class ChatTemplate:
   def _render_for(self, tokenizer, messages, add_generation_prompt, variables):
     """Renders so that content cannot spell the tokenizer's control tokens."""
     return self._render(
-      messages, add_generation_prompt, tokenizer.special_tokens,
-      _piece(tokenizer, tokenizer.bos_id), _piece(tokenizer, tokenizer.eos_id),
+      messages,
+      add_generation_prompt,
+      tokenizer.special_tokens,
+      _piece(tokenizer, tokenizer.bos_id),
+      _piece(tokenizer, tokenizer.eos_id),
       variables,
     )
 
@@ -197,7 +202,7 @@ class ChatTemplate:
           " added, so the assistant's tokens cannot be told apart: mark them"
           " in the template with {% generation %} ... {% endgeneration %}"
         )
-      turn = after[len(before):]
+      turn = after[len(before) :]
       ends = [
         found.end()
         for token in tokenizer.special_tokens
@@ -258,9 +263,7 @@ def _environment():
 
     def parse(self, parser):
       line = next(parser.stream).lineno
-      body = parser.parse_statements(
-        ("name:endgeneration",), drop_needle=True
-      )
+      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
       call = self.call_method("_mark")
       return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
 
@@ -274,13 +277,14 @@ def _environment():
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
     extensions=[Generation, jinja2.ext.loopcontrols],
   )
   environment.filters["tojson"] = tojson
   environment.globals["raise_exception"] = raise_exception
-  environment.globals["strftime_now"] = (
-    lambda form: datetime.datetime.now().strftime(form)
+  environment.globals["strftime_now"] = lambda form: (
+    datetime.datetime.now().strftime(form)
   )
   return environment
 
@@ -353,7 +357,7 @@ def _runs_of_blocks(text: str, eos_token: str) -> list[tuple[str, bool]]:
       runs.append((part, False))
       continue
     if eos_token and outside.startswith(eos_token):
-      inside, outside = inside + eos_token, outside[len(eos_token):]
+      inside, outside = inside + eos_token, outside[len(eos_token) :]
     runs += [(inside, True), (outside, False)]
   return runs
 

@@ -102,7 +102,10 @@ class PrepareConfig:
   tokenizer: str | None = None
   vocab_size: int = 4096
   special_tokens: tuple[str, ...] = (
-    "<|system|>", "<|user|>", "<|assistant|>", "<|end|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
   )
   chat_template: str | None = None
   max_tokens: int | None = None

@@ -75,7 +75,8 @@ def remove_near(
   for i in by_id:
     keys = bands[i].tolist()
     candidates = {
-      j for bucket, key in zip(buckets, keys, strict=True)
+      j
+      for bucket, key in zip(buckets, keys, strict=True)
       for j in bucket.get(key, ())
     }
     for j in sorted(candidates):

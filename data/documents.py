@@ -194,9 +194,7 @@ def _read_jsonl(
 
 def _text(record, field: str) -> str:
   if not isinstance(record, dict):
-    raise ValueError(
-      f"wanted a JSON object, got {type(record).__name__}"
-    )
+    raise ValueError(f"wanted a JSON object, got {type(record).__name__}")
   if field not in record:
     raise ValueError(
       f"no field {field!r}, the line has {sorted(record)} (text_field says"

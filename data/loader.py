@@ -198,7 +198,11 @@ class Loader:
         order, len(lengths), shuffle.key(self.seed, _DOCUMENTS, s)
       )
     plan = pack.plan_packing(
-      lengths, self.seq_len, packing=packing, order=order, window=window,
+      lengths,
+      self.seq_len,
+      packing=packing,
+      order=order,
+      window=window,
       overlong=overlong,
     )
     if not plan.num_rows:
@@ -227,11 +231,16 @@ def open_loader(
     raise ValueError("data.sources is empty: name at least one token store")
   stores = [open_store(source.path, tokenizer) for source in config.sources]
   return Loader(
-    stores, seq_len=config.seq_len,
-    global_batch_size=config.global_batch_size, seed=config.seed, rows=rows,
+    stores,
+    seq_len=config.seq_len,
+    global_batch_size=config.global_batch_size,
+    seed=config.seed,
+    rows=rows,
     weights=[source.weight for source in config.sources],
-    packing=config.packing, window=config.pack_window,
-    overlong=config.overlong, prefetch_batches=config.prefetch_batches,
+    packing=config.packing,
+    window=config.pack_window,
+    overlong=config.overlong,
+    prefetch_batches=config.prefetch_batches,
     prefetch_threads=config.prefetch_threads,
   )
 

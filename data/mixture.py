@@ -34,9 +34,7 @@ class Mixture:
     slack = self.rates.size + 1  # |items due before t - t| <= num_sources / 2
     before = [self._due(s, start - slack) for s in range(self.rates.size)]
     after = [self._due(s, stop + slack) for s in range(self.rates.size)]
-    source = np.repeat(
-      np.arange(self.rates.size), np.subtract(after, before)
-    )
+    source = np.repeat(np.arange(self.rates.size), np.subtract(after, before))
     index = np.concatenate(
       [np.arange(b, a) for b, a in zip(before, after, strict=True)]
     )

@@ -98,8 +98,12 @@ def plan_packing(
       pieces = tuple(p[chosen] for p in pieces)
   document, begin, size = pieces
   return Plan(
-    seq_len=seq_len, row_offsets=row_offsets, document=document, begin=begin,
-    size=size, num_dropped=len(order) - len(taken),
+    seq_len=seq_len,
+    row_offsets=row_offsets,
+    document=document,
+    begin=begin,
+    size=size,
+    num_dropped=len(order) - len(taken),
   )
 
 
@@ -185,18 +189,17 @@ def best_fit_decreasing(
           rooms ^= 1 << room
       else:
         room, count, content = capacity, left, None  # as many as needed
-      times = room // size
+      times = room // size  # items that one of these rows takes
       full = min(count, left // times)
+      rest = left % times if full < count else 0
+      untouched = count - full - bool(rest)
       if full:
         put(room - size * times, full, (content, size, times))
-        left -= full * times
-      rest = left if full < count and 0 < left < times else 0
       if rest:
         put(room - size * rest, 1, (content, size, rest))
-        left = 0
-      untouched = count - full - bool(rest)
-      if content is not None and untouched:
+      if untouched and content is not None:
         put(room, untouched, content)
+      left -= full * times + rest
   return _place(groups, distinct, how_many, by_size)
 
 

@@ -67,17 +67,17 @@ def run(config: PrepareConfig, workdir: str | os.PathLike) -> Prepared:
     encode = _Conversations(tokenizer, template, config.max_tokens)
   else:
     encode = _Texts(tokenizer)
-  stores = [
+  train_store, heldout_store = (
     _store(workdir / name, part, encode, tokenizer, reports)
     for name, part in (("train", train), ("heldout", heldout))
-  ]
+  )
   record = {
     "config": dataclasses.asdict(config),
     "fingerprint": tokenizer.fingerprint,
     "reports": [report.as_dict() for report in reports],
   }
   (workdir / "prepare.json").write_text(json.dumps(record, indent=2) + "\n")
-  return Prepared(*stores, tokenizer, reports)
+  return Prepared(train_store, heldout_store, tokenizer, reports)
 
 
 def select(
@@ -89,7 +89,9 @@ def select(
     document
     for source in config.sources
     for document in documents.read(
-      source, on_bad_line=config.on_bad_line, on_bad_utf8=config.on_bad_utf8,
+      source,
+      on_bad_line=config.on_bad_line,
+      on_bad_utf8=config.on_bad_utf8,
       report=read,
     )
   )
@@ -121,7 +123,8 @@ class _Texts:
   def __init__(self, tokenizer: Tokenizer):
     self._tokenizer = tokenizer
     self._ends = {
-      "bos": tokenizer.bos_id is not None, "eos": tokenizer.eos_id is not None,
+      "bos": tokenizer.bos_id is not None,
+      "eos": tokenizer.eos_id is not None,
     }
 
   def __call__(self, part: list[Document], report: Report) -> Iterator[Example]:
@@ -132,9 +135,7 @@ class _Texts:
       )
       for document, ids in zip(some, encoded, strict=True):
         report.keep()
-        yield Example(
-          document.id, ids, num_bytes=len(document.text.encode())
-        )
+        yield Example(document.id, ids, num_bytes=len(document.text.encode()))
 
 
 class _Conversations:
@@ -165,7 +166,9 @@ def _store(path, part, encode, tokenizer, reports) -> TokenStore | None:
     return None
   report = Report(f"tokenise {path.name}")
   store = tokenized.write(
-    path, encode(part, report), vocab_size=tokenizer.vocab_size,
+    path,
+    encode(part, report),
+    vocab_size=tokenizer.vocab_size,
     fingerprint=tokenizer.fingerprint,
   )
   report.note("tokens", len(store.tokens))
@@ -185,8 +188,10 @@ def _tokenizer(config, train, workdir) -> Tokenizer:
       np.arange(len(train)), len(train), shuffle.key(config.seed)
     )
     return tokenizers.train_sentencepiece(
-      (train[i].text for i in order), workdir / "tokenizer.model",
-      vocab_size=config.vocab_size, special_tokens=config.special_tokens,
+      (train[i].text for i in order),
+      workdir / "tokenizer.model",
+      vocab_size=config.vocab_size,
+      special_tokens=config.special_tokens,
     )
   tokenizer = tokenizers.load(config.tokenizer)
   path = Path(config.tokenizer)

@@ -15,7 +15,9 @@ from typing import Protocol
 
 # The files that make up a tokenizer, for whoever copies one.
 FILES = (
-  "tokenizer.model", "tokenizer.json", "tokenizer_config.json",
+  "tokenizer.model",
+  "tokenizer.json",
+  "tokenizer_config.json",
   "special_tokens_map.json",
 )
 CHAT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -47,7 +49,11 @@ class Tokenizer(Protocol):
   fingerprint: str
 
   def encode(
-    self, text: str, *, bos: bool = False, eos: bool = False,
+    self,
+    text: str,
+    *,
+    bos: bool = False,
+    eos: bool = False,
     allow_special: bool = False,
   ) -> list[int]:
     """Ids of a text; `allow_special` reads control tokens spelled in it."""
@@ -85,7 +91,8 @@ class SentencePieceTokenizer:
     self.unk_id = _valid(self._model.unk_id())
     self.special_tokens = {
       self._model.id_to_piece(i): i
-      for i in range(self.vocab_size) if self._model.is_control(i)
+      for i in range(self.vocab_size)
+      if self._model.is_control(i)
     }
     self.fingerprint = hashlib.sha256(proto).hexdigest()[:16]
     # A literal "▁" would come back as a space: it goes in as its bytes. Not
@@ -285,7 +292,10 @@ def train_sentencepiece(
       remove_extra_whitespaces=False,
       split_digits=True,
       character_coverage=0.9995,
-      unk_id=0, bos_id=1, eos_id=2, pad_id=3,
+      unk_id=0,
+      bos_id=1,
+      eos_id=2,
+      pad_id=3,
       control_symbols=list(special_tokens),
       user_defined_symbols=list(_RUNS),
       max_sentence_length=_MAX_SENTENCE_BYTES,
@@ -382,7 +392,7 @@ def _valid(token_id: int) -> int | None:
 
 
 def _named_tokens(folder: Path) -> dict[str, str]:
-  """"bos_token" and the like -> piece, from the files beside tokenizer.json."""
+  """The pieces of "bos_token" and the like, from beside tokenizer.json."""
   named = {}
   for name in ("special_tokens_map.json", "tokenizer_config.json"):
     if (folder / name).is_file():

@@ -23,8 +23,13 @@ def test_normalise():
     ("min_chars", 4, "four", "thr", "shorter than 4 characters"),
     ("max_line_chars", 3, "abc\nabc", "abcd\na", "a line over 3 characters"),
     ("min_alphabetic", 0.5, "日本 12", "ab 123", "fewer than 50% letters"),
-    ("max_repeated_lines", 0.5, "a\na\n\n\nb\nb", "a\n a\na",
-     "more than 50% repeated lines"),
+    (
+      "max_repeated_lines",
+      0.5,
+      "a\na\n\n\nb\nb",
+      "a\n a\na",
+      "more than 50% repeated lines",
+    ),
   ],
 )
 def test_each_filter_on_both_sides(setting, limit, good, bad, reason):

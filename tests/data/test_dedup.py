@@ -31,9 +31,9 @@ def true_jaccard(a: str, b: str, n: int) -> float:
   for text in (a, b):
     words = text.lower().split()
     n_text = min(n, len(words))
-    sets.append({
-      tuple(words[i : i + n_text]) for i in range(len(words) - n_text + 1)
-    })
+    sets.append(
+      {tuple(words[i : i + n_text]) for i in range(len(words) - n_text + 1)}
+    )
   return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
@@ -122,8 +122,10 @@ def test_short_texts_are_not_all_equal():
 
 def test_exact_keeps_the_lowest_id():
   documents = [
-    Document("b", "Some text\n here"), Document("a", "some  TEXT here"),
-    Document("c", "some text there"), Document("d", "some text here"),
+    Document("b", "Some text\n here"),
+    Document("a", "some  TEXT here"),
+    Document("c", "some text there"),
+    Document("d", "some text here"),
   ]
   kept, report = dedup.remove_exact(documents)
   assert [d.id for d in kept] == ["a", "c"]
@@ -142,7 +144,8 @@ def test_datasketch_finds_the_same_pairs():
     for i in range(len(words) - 4):
       minhash.update(" ".join(words[i : i + 5]).encode())
     near = [
-      k for k in lsh.query(minhash)
+      k
+      for k in lsh.query(minhash)
       if true_jaccard(document.text, kept[k], 5) >= 0.7
     ]
     if not near:

@@ -18,8 +18,9 @@ def read(path, **settings):
 
 def test_jsonl_keeps_id_text_and_other_fields(tmp_path):
   lines = [
-    {"id": "x", "text": "één", "lang": "nl"}, {"text": "two"}, {"id": 7,
-    "text": "three"},
+    {"id": "x", "text": "één", "lang": "nl"},
+    {"text": "two"},
+    {"id": 7, "text": "three"},
   ]
   path = tmp_path / "a.jsonl"
   path.write_text("\n\n".join(map(json.dumps, lines)))
@@ -29,7 +30,9 @@ def test_jsonl_keeps_id_text_and_other_fields(tmp_path):
     documents.Document("7", "three"),
   ]
   assert [d.id for d in read(path, name="web")] == [
-    "web/x", "web/a.jsonl:3", "web/7"
+    "web/x",
+    "web/a.jsonl:3",
+    "web/7",
   ]
 
 
@@ -120,9 +123,7 @@ def test_invalid_utf8_has_three_policies(tmp_path):
   assert skipped.removed == {"invalid UTF-8": [f"{path}:2"]}
 
 
-@pytest.mark.parametrize(
-  "name", ["format", "on_bad_line", "on_bad_utf8"]
-)
+@pytest.mark.parametrize("name", ["format", "on_bad_line", "on_bad_utf8"])
 def test_unknown_policy(tmp_path, name):
   with pytest.raises(ValueError, match=f"{name} must be one of .* got 'skp'"):
     read(tmp_path, **{name: "skp"})

@@ -49,8 +49,12 @@ def test_hosts_together_read_the_global_batch(packing, hosts):
   whole = Loader([ONE, TWO], packing=packing, **SETTINGS)
   size = 8 // hosts
   parts = [
-    Loader([ONE, TWO], packing=packing, rows=slice(h * size, (h + 1) * size),
-           **SETTINGS)
+    Loader(
+      [ONE, TWO],
+      packing=packing,
+      rows=slice(h * size, (h + 1) * size),
+      **SETTINGS,
+    )
     for h in range(hosts)
   ]
   for step in (0, 1, 7, 1000):  # far past an epoch as well
@@ -84,19 +88,25 @@ def test_prefetch_and_resume_change_nothing(threads, ahead):
 
 
 @given(
-  batch_size=st.integers(1, 9), packing=st.sampled_from(["best_fit", "concat"]),
+  batch_size=st.integers(1, 9),
+  packing=st.sampled_from(["best_fit", "concat"]),
   seed=st.integers(0, 9),
 )
 def test_an_epoch_holds_every_step_once(batch_size, packing, seed):
   data = Loader(
-    ONE, seq_len=24, global_batch_size=batch_size, packing=packing, seed=seed,
+    ONE,
+    seq_len=24,
+    global_batch_size=batch_size,
+    packing=packing,
+    seed=seed,
     num_epochs=2,
   )
   batches = [data.batch(s)[0] for s in range(data.num_batches)]
   seen = [step for batch in batches for step in steps_in(batch)]
   every = [
     (t, t + 1)
-    for a, b in itertools.pairwise(ONE.offsets) for t in range(a, b - 1)
+    for a, b in itertools.pairwise(ONE.offsets)
+    for t in range(a, b - 1)
   ]
   assert sorted(seen) == sorted(2 * every)
   # One epoch is done before the next begins.
@@ -144,18 +154,27 @@ def test_state_is_a_function_of_the_step():
   assert data.state(0) == {"epoch": [0, 0], "row": [0, 0]}
   for step in (1, 9, 200):
     state = data.state(step)
-    rows = [e * n + r for e, n, r in zip(
-      state["epoch"], data.num_rows, state["row"], strict=True)]
+    rows = [
+      e * n + r
+      for e, n, r in zip(
+        state["epoch"], data.num_rows, state["row"], strict=True
+      )
+    ]
     read = [row[0] for s in range(step) for row in data.batch(s)[1]]
     two = sum(name.startswith("10000+") for name in read)
     assert rows == [8 * step - two, two]
-    assert all(0 <= r < n for r, n in zip(
-      state["row"], data.num_rows, strict=True))
+    assert all(
+      0 <= r < n for r, n in zip(state["row"], data.num_rows, strict=True)
+    )
 
 
 def test_evaluation_reads_once_in_order():
   data = Loader(
-    ONE, seq_len=32, global_batch_size=8, packing="none", shuffle=False,
+    ONE,
+    seq_len=32,
+    global_batch_size=8,
+    packing="none",
+    shuffle=False,
     num_epochs=1,
   )
   assert data.num_batches == 13  # 97 documents of at most 29 tokens
@@ -177,14 +196,18 @@ def test_masks_become_weights():
 def test_open_loader_checks_the_tokenizer(tmp_path, trained):
   for name, fingerprint in (("a", trained.fingerprint), ("b", "other")):
     tokenized.write(
-      tmp_path / name, [Example("x", [1, 2, 3])], vocab_size=1000,
+      tmp_path / name,
+      [Example("x", [1, 2, 3])],
+      vocab_size=1000,
       fingerprint=fingerprint,
     )
 
   def config(*names):
     return DataConfig(
       sources=tuple(TokenSource(path=str(tmp_path / n)) for n in names),
-      tokenizer="unused", seq_len=4, global_batch_size=2,
+      tokenizer="unused",
+      seq_len=4,
+      global_batch_size=2,
     )
 
   batch, ids = loader.open_loader(config("a"), trained).batch(0)

@@ -36,15 +36,22 @@ def test_best_fit_decreasing_is_the_textbook_one(sizes, capacity):
 
 
 @given(
-  lengths=LENGTHS, seq_len=st.integers(1, 17), packing=PACKINGS,
-  window=st.integers(1, 30), overlong=st.sampled_from(["split", "drop"]),
+  lengths=LENGTHS,
+  seq_len=st.integers(1, 17),
+  packing=PACKINGS,
+  window=st.integers(1, 30),
+  overlong=st.sampled_from(["split", "drop"]),
 )
 def test_every_step_is_in_exactly_one_row(
   lengths, seq_len, packing, window, overlong
 ):
   order = np.random.default_rng(0).permutation(len(lengths))
   plan = pack.plan_packing(
-    lengths, seq_len, packing=packing, order=order, window=window,
+    lengths,
+    seq_len,
+    packing=packing,
+    order=order,
+    window=window,
     overlong=overlong,
   )
   steps = [
@@ -53,7 +60,8 @@ def test_every_step_is_in_exactly_one_row(
     for t in range(b, b + s)
   ]
   taken = [
-    d for d, n in enumerate(lengths)
+    d
+    for d, n in enumerate(lengths)
     if n >= 2 and (overlong == "split" or n <= seq_len + 1)
   ]
   assert sorted(steps) == [(d, t) for d in taken for t in range(lengths[d] - 1)]
@@ -80,14 +88,19 @@ def examples(lengths, masks=True):
   """Every token is unique: 100 x document + place."""
   rng = np.random.default_rng(1)
   return [
-    Example(f"d{i}", [100 * i + t for t in range(n)],
-            rng.random(n) < 0.5 if masks else None)
+    Example(
+      f"d{i}",
+      [100 * i + t for t in range(n)],
+      rng.random(n) < 0.5 if masks else None,
+    )
     for i, n in enumerate(lengths)
   ]
 
 
 @given(
-  lengths=LENGTHS.filter(any), seq_len=st.integers(1, 17), packing=PACKINGS,
+  lengths=LENGTHS.filter(any),
+  seq_len=st.integers(1, 17),
+  packing=PACKINGS,
   masks=st.booleans(),
 )
 def test_rows_hold_shifted_targets_restarting_positions_and_masks(
@@ -100,15 +113,18 @@ def test_rows_hold_shifted_targets_restarting_positions_and_masks(
   every = np.arange(plan.num_rows)
   documents = pack.fill(batch, every, plan, every, data) if len(every) else []
   assert {k: v.dtype.name for k, v in batch.items()} == {
-    "tokens": "int32", "targets": "int32", "positions": "int32",
-    "segment_ids": "int32", "loss_weights": "float32",
+    "tokens": "int32",
+    "targets": "int32",
+    "positions": "int32",
+    "segment_ids": "int32",
+    "loss_weights": "float32",
   }
   for row in range(plan.num_rows):
     segment = batch["segment_ids"][row]
     filled = segment > 0
     # Segments count 1, 2, ... from the left, padding is on the right.
     assert (np.diff(segment[filled]) >= 0).all() and not filled[
-      filled.sum():
+      filled.sum() :
     ].any()
     assert segment.max() == len(documents[row])
     for number, document in enumerate(documents[row], 1):

@@ -29,10 +29,14 @@ def corpus(tmp_path_factory, source_texts):
 
 
 def settings(corpus, **changes):
-  return PrepareConfig(**{
-    "sources": (Source(path=f"{corpus}/*.txt", format="text"),),
-    "heldout_fraction": 0.2, "vocab_size": 600,
-  } | changes)
+  return PrepareConfig(
+    **{
+      "sources": (Source(path=f"{corpus}/*.txt", format="text"),),
+      "heldout_fraction": 0.2,
+      "vocab_size": 600,
+    }
+    | changes
+  )
 
 
 def test_text_becomes_stores(tmp_path, corpus):
@@ -40,8 +44,9 @@ def test_text_becomes_stores(tmp_path, corpus):
   prepared = prepare.run(config, tmp_path / "run")
   reports = {report.stage: report for report in prepared.reports}
   removed = [r.removed for s, r in reports.items() if s != "split"]
-  removed = {i for by_reason in removed for ids in by_reason.values()
-             for i in ids}
+  removed = {
+    i for by_reason in removed for ids in by_reason.values() for i in ids
+  }
   assert {"40.txt", "41.txt", "42.txt"} <= removed
   # Every document is in one store or in one report.
   in_stores = {}
@@ -80,14 +85,18 @@ def test_conversations_are_masked(tmp_path, trained, corpus):
   assert text.heldout is None
   path = tmp_path / "talk.jsonl"
   long = [TALK[0], {"role": "assistant", "content": "long " * 100}]
-  path.write_text("\n".join(
-    json.dumps({"id": i, "messages": m})
-    for i, m in (("a", TALK), ("copy", TALK), ("long", long))
-  ))
+  path.write_text(
+    "\n".join(
+      json.dumps({"id": i, "messages": m})
+      for i, m in (("a", TALK), ("copy", TALK), ("long", long))
+    )
+  )
   prepared = prepare.run(
     PrepareConfig(
-      sources=(Source(path=str(path), format="chat"),), heldout_fraction=0.0,
-      tokenizer=str(tmp_path / "text" / "tokenizer.model"), max_tokens=50,
+      sources=(Source(path=str(path), format="chat"),),
+      heldout_fraction=0.0,
+      tokenizer=str(tmp_path / "text" / "tokenizer.model"),
+      max_tokens=50,
     ),
     tmp_path / "chat",
   )
@@ -137,7 +146,8 @@ def test_conversation_that_cannot_be_learnt_from_is_named(tmp_path, corpus):
   with pytest.raises(ValueError, match="x: the assistant mask is empty"):
     prepare.run(
       PrepareConfig(
-        sources=(Source(path=str(path), format="chat"),), heldout_fraction=0.0,
+        sources=(Source(path=str(path), format="chat"),),
+        heldout_fraction=0.0,
         tokenizer=str(tmp_path / "text" / "tokenizer.model"),
       ),
       tmp_path / "chat",
@@ -153,9 +163,17 @@ def test_command_line(tmp_path, corpus):
     f"    path={str(corpus / '*.txt')!r}, format='text'),))\n"
   )
   ran = subprocess.run(
-    [sys.executable, "-m", "data.prepare", f"--config={config}",
-     f"--workdir={tmp_path / 'run'}", "--config.vocab_size=500"],
-    capture_output=True, text=True, check=False,
+    [
+      sys.executable,
+      "-m",
+      "data.prepare",
+      f"--config={config}",
+      f"--workdir={tmp_path / 'run'}",
+      "--config.vocab_size=500",
+    ],
+    capture_output=True,
+    text=True,
+    check=False,
   )
   assert ran.returncode == 0, ran.stderr
   assert "exact duplicates:" in ran.stdout

@@ -62,9 +62,7 @@ def test_a_store_appears_whole_or_not_at_all(tmp_path):
 )
 def test_bad_examples(tmp_path, example, message):
   with pytest.raises(ValueError, match=message):
-    tokenized.write(
-      tmp_path / "s", [example], vocab_size=1000, fingerprint=""
-    )
+    tokenized.write(tmp_path / "s", [example], vocab_size=1000, fingerprint="")
 
 
 def test_nothing_to_write(tmp_path):

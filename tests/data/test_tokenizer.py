@@ -13,10 +13,30 @@ from data import tokenizer
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 # Text that is likely to meet pieces, runs and control tokens.
 CODE = st.lists(
-  st.sampled_from([
-    " ", "  ", "    ", "\n", "\t", "\r\n", "▁", "▁▁", "<|user|>", "<s>", "</s>",
-    "<unk>", "<0x0A>", "def", "self.", "é", "e\u0301", "\u2028", "😀", "\0",
-  ]),
+  st.sampled_from(
+    [
+      " ",
+      "  ",
+      "    ",
+      "\n",
+      "\t",
+      "\r\n",
+      "▁",
+      "▁▁",
+      "<|user|>",
+      "<s>",
+      "</s>",
+      "<unk>",
+      "<0x0A>",
+      "def",
+      "self.",
+      "é",
+      "e\u0301",
+      "\u2028",
+      "😀",
+      "\0",
+    ]
+  ),
   max_size=20,
 ).map("".join)
 
@@ -117,8 +137,9 @@ def test_load_errors(tmp_path):
     tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("extra, fits", [(0, True), (24, True), (-1, False),
-                                         (31_000, False)])
+@pytest.mark.parametrize(
+  "extra, fits", [(0, True), (24, True), (-1, False), (31_000, False)]
+)
 def test_check_vocab(trained, extra, fits):
   if fits:
     tokenizer.check_vocab(trained, 1000 + extra)
@@ -135,7 +156,9 @@ def hugging_face(tmp_path_factory, source_texts):
   folder = tmp_path_factory.mktemp("hf")
   model = tokenizers.ByteLevelBPETokenizer()
   model.train_from_iterator(
-    source_texts[:20], vocab_size=500, show_progress=False,
+    source_texts[:20],
+    vocab_size=500,
+    show_progress=False,
     special_tokens=["<s>", "</s>", "<|user|>"],
   )
   model.save(str(folder / "tokenizer.json"))
