@@ -125,9 +125,7 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
     pair_scores = score_all(pairs)
   else:
     place_step = lambda batch: with_scores(score, reference, place(batch))
-  batches = pairs_lib.PairBatches(
-    pairs, pair_scores, seed=data.seed, **shape
-  )
+  batches = pairs_lib.PairBatches(pairs, pair_scores, seed=data.seed, **shape)
 
   # ---- State: where the run stopped, or a start ----
   restored = checkpoint.restore_latest(

@@ -75,7 +75,8 @@ def dpo_loss(*, beta: float, label_smoothing: float = 0.0) -> LossFn:
 
   Pairs of padding rows weigh nothing. Aux sums are the implicit rewards,
   beta * (log policy - log reference), of chosen and rejected answers; their
-  margin; accuracy: the margin is above 0, a tie counts one half; and kl: log
+  margin; preference_accuracy: the margin is above 0, a tie counts one half;
+  and kl: log
   reference - log policy, averaged over a pair's answers. Were the answers
   drawn from the reference, its mean would be KL(reference || policy).
 
@@ -87,8 +88,7 @@ def dpo_loss(*, beta: float, label_smoothing: float = 0.0) -> LossFn:
   def loss_fn(model, batch, key, execution):
     del key  # No dropout: policy and reference must be the same function.
     ratio = (
-      sequence_log_probs(model, batch, execution)
-      - batch["reference_log_probs"]
+      sequence_log_probs(model, batch, execution) - batch["reference_log_probs"]
     )
     chosen, rejected = ratio[0::2], ratio[1::2]
     losses = dpo(chosen, rejected, beta=beta, label_smoothing=label_smoothing)
@@ -96,7 +96,7 @@ def dpo_loss(*, beta: float, label_smoothing: float = 0.0) -> LossFn:
       "reward_chosen": beta * chosen,
       "reward_rejected": beta * rejected,
       "reward_margin": beta * (chosen - rejected),
-      "accuracy": wins(chosen - rejected),
+      "preference_accuracy": wins(chosen - rejected),
       "kl": -(chosen + rejected) / 2,
     }
     is_pair = jnp.any(batch["loss_weights"] > 0, axis=-1)[0::2]

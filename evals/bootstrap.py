@@ -25,10 +25,6 @@ class Interval:
   low: float
   high: float
 
-  def excludes_zero_above(self) -> bool:
-    """The whole interval lies above 0."""
-    return self.low > 0
-
 
 def paired_bootstrap(
   a_sum: np.ndarray,
@@ -66,6 +62,7 @@ def paired_bootstrap(
       "a paired bootstrap needs four 1-D arrays of equal length, at least two"
       f" documents; got shapes {[x.shape for x in arrays]}"
     )
+
   def statistic(sums):
     a, a_total, b, b_total = sums
     return b / b_total - a / a_total

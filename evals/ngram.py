@@ -116,7 +116,7 @@ class NGram:
 
   def _trigrams(self, sequence: np.ndarray) -> np.ndarray:
     s = np.asarray(sequence, np.int64)
-    if s.size and not (0 <= s.min() and s.max() < self.vocab_size):
+    if s.size and not (s.min() >= 0 and s.max() < self.vocab_size):
       raise ValueError(
         f"tokens must lie in 0..{self.vocab_size - 1} (vocab_size ="
         f" {self.vocab_size}), got {s.min()}..{s.max()}"

@@ -35,7 +35,7 @@ def _brute_force(sequences, vocab, discounts, context, w):
   after = {g: c for g, c in counts.items() if g[:-1] == context}
   if not after:
     return lower
-  discount = lambda c: discounts[order][min(c, 3) - 1]  # noqa: E731
+  discount = lambda c: discounts[order][min(c, 3) - 1]
   count = after.get((*context, w), 0)
   direct = count - discount(count) if count else 0.0
   freed = sum(discount(c) for c in after.values())
@@ -46,14 +46,14 @@ def test_equals_brute_force():
   sequences = _sequences()
   model = NGram(sequences, vocab_size=7)
   discounts = {
-    1: model._one.discounts, 2: model._two.discounts, 3: model._three.discounts
+    1: model._one.discounts,
+    2: model._two.discounts,
+    3: model._three.discounts,
   }
   text = [3, 0, 1, 0, 6, 6, 6, 5, 2]
   padded = [7, *text]
   want = [
-    np.log(
-      _brute_force(sequences, 7, discounts, tuple(padded[i : i + 2]), t)
-    )
+    np.log(_brute_force(sequences, 7, discounts, tuple(padded[i : i + 2]), t))
     for i, t in enumerate(padded[2:])
   ]
   np.testing.assert_allclose(model.log_probs(np.array(text)), want, rtol=1e-12)
@@ -95,8 +95,9 @@ def test_beats_every_lower_order_on_a_second_order_source():
   rng = np.random.default_rng(2)
   text = [1, 2]
   for noise in rng.random(30_000):
-    text.append((text[-1] + text[-2]) % 11 if noise < 0.9 else
-                int(rng.integers(11)))
+    text.append(
+      (text[-1] + text[-2]) % 11 if noise < 0.9 else int(rng.integers(11))
+    )
   text = np.array(text)
   model = NGram([text[:20_000]], vocab_size=11)
   entropy = -(0.9 + 0.1 / 11) * np.log(0.9 + 0.1 / 11) - 10 * (

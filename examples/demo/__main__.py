@@ -1,0 +1,231 @@
+"""Raw text in, a tuned model that answers out, in minutes on two CPU cores.
+
+  python -m examples.demo --workdir=runs/demo
+
+Exits with 1 unless every stage improves on its baseline beyond chance. The
+curves, the answers and the verdicts are in WORKDIR/report.html.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from examples.demo import configs
+from examples.demo.configs import Sizes
+
+_MARK = ".demo"  # A folder with this file in it may be replaced.
+
+
+def run(workdir: str, sizes: Sizes) -> Sequence:
+  """The whole path.
+
+  Args:
+    workdir: where everything goes; the folder of an earlier demo is replaced.
+    sizes: time against quality.
+
+  Returns:
+    The verdicts, a list of `examples.demo.gates.Gate`.
+
+  Raises:
+    ValueError: the folder holds something else.
+  """
+  # ---- Imports: `--help` must not wait for JAX ----
+  import numpy as np
+
+  from align import dpo
+  from align.preference import wins
+  from data import prepare
+  from data.chat import DEFAULT_TEMPLATE, ChatTemplate
+  from evals.chrf import sentence_chrf
+  from examples.demo import corpus, evaluate, gates, questions, report
+  from sharding.mesh import make_mesh
+  from train import assembly, pretrain, sft
+
+  folder = _fresh(workdir)
+
+  with _stage("Corpus: the standard library of this interpreter"):
+    files = corpus.source_files(limit=sizes.max_files)
+    corpus.write_jsonl(
+      folder / "corpus.jsonl",
+      ({"id": name, "text": text} for name, text in files.items()),
+    )
+    prepared = prepare.run(configs.corpus(folder, sizes), folder / "corpus")
+    print(*prepared.reports, sep="\n")
+    tokenizer = prepared.tokenizer
+    train_files, held_out_files = (
+      {store.id(i): files[store.id(i)] for i in range(len(store))}
+      for store in (prepared.train, prepared.heldout)
+    )
+    corpus.check_round_trip(tokenizer, held_out_files.values())
+    print(f"{len(held_out_files)} held-out files round-trip exactly")
+
+  with _stage("Questions: signature -> docstring"):
+    train, held_out = questions.split(
+      questions.extract(train_files | held_out_files),
+      held_out_files=held_out_files,
+    )
+    print(f"{len(train):,} to train on, {len(held_out):,} held out")
+    corpus.write_jsonl(
+      folder / "questions.jsonl",
+      (questions.conversation(q) for q in train),
+    )
+    prepared = prepare.run(
+      configs.conversations(folder, sizes), folder / "conversations"
+    )
+    print(*prepared.reports, sep="\n")
+    for name, some in (("pairs", train), ("held_out_pairs", held_out)):
+      pairs = questions.pairs(some, seed=sizes.seed)
+      corpus.write_jsonl(folder / f"{name}.jsonl", pairs)
+
+  with _stage("Pretraining"):
+    config = configs.pretrain(folder, sizes)
+    base = pretrain.run(config, folder / "pretrain").state.model
+
+  with _stage("SFT: answers to questions"):
+    tuned = sft.run(configs.sft(folder, sizes), folder / "sft").state.model
+
+  with _stage("DPO: the right answer against another question's"):
+    preferring = dpo.run(configs.dpo(folder, sizes), folder / "dpo").state.model
+
+  mesh = make_mesh(config.mesh)
+  execution = assembly.make_execution(config.step, mesh, config.rules)
+  scoring = {"seq_len": sizes.seq_len, "execution": execution}
+  template = ChatTemplate(DEFAULT_TEMPLATE)
+  verdicts = []
+
+  with _stage("Held-out text: the decoder against a 3-gram model"):
+    documents = evaluate.held_out_documents(config)
+    scores = evaluate.score(base, documents, **scoring)
+    print(f"perplexity {scores.perplexity:.2f}")
+    verdicts.append(
+      gates.better(
+        "bits per byte: decoder < 3-gram of the same tokens",
+        evaluate.ngram_nats(config, documents) / np.log(2),
+        scores.nats / np.log(2),
+        scores.bytes,
+        groups=[d.id for d in documents],
+        lower_is_better=True,
+      )
+    )
+
+  with _stage("Held-out questions: base, SFT, DPO"):
+    sources = [q.file for q in held_out]
+    right = evaluate.answer_examples(
+      held_out, [q.answer for q in held_out], tokenizer, template
+    )
+    wrong = evaluate.answer_examples(
+      held_out,
+      [p["rejected"] for p in questions.pairs(held_out, seed=sizes.seed)],
+      tokenizer,
+      template,
+    )
+    right_scores, wrong_scores = (
+      [
+        evaluate.score(m, examples, **scoring)
+        for m in (base, tuned, preferring)
+      ]
+      for examples in (right, wrong)
+    )
+    completions = [
+      evaluate.answer(m, held_out, tokenizer, template, execution)
+      for m in (base, tuned, preferring)
+    ]
+    chrf = [
+      sentence_chrf([c.text for c in some], [q.answer for q in held_out])
+      for some in completions[:2]
+    ]
+    ones = np.ones(len(held_out))
+    # The SFT model ranks a pair by log-probability a token; the DPO model by
+    # its implicit reward, which the SFT model is the origin of.
+    by_length = [-s[1].nats / s[1].tokens for s in (right_scores, wrong_scores)]
+    reward = [s[1].nats - s[2].nats for s in (right_scores, wrong_scores)]
+    stopped = [c.finish_reason == "stop" for c in completions[1]]
+    verdicts += [
+      gates.better(
+        "nats per answer token: SFT < base",
+        right_scores[0].nats,
+        right_scores[1].nats,
+        right_scores[0].tokens,
+        groups=sources,
+        lower_is_better=True,
+      ),
+      gates.better(
+        "chrF of answers: SFT > base",
+        *chrf,
+        ones,
+        groups=sources,
+        lower_is_better=False,
+      ),
+      gates.better(
+        "preference accuracy: DPO > SFT by log-probability a token",
+        wins(by_length[0] - by_length[1]),
+        wins(reward[0] - reward[1]),
+        ones,
+        groups=sources,
+        lower_is_better=False,
+      ),
+      gates.at_least(
+        "SFT answers that end with the stop token", 0.9, np.mean(stopped)
+      ),
+    ]
+
+  report.write(folder, held_out, completions, verdicts)
+  return verdicts
+
+
+def main() -> None:
+  """Parses the command line, makes devices, runs, judges."""
+  parser = argparse.ArgumentParser(
+    prog="python -m examples.demo", description=__doc__.partition("\n")[0]
+  )
+  parser.add_argument("--workdir", default="runs/demo", help="output folder")
+  parser.add_argument("--seed", type=int, default=0, help="of everything")
+  args = parser.parse_args()
+
+  import jax
+
+  # Where there is no accelerator, two devices are emulated: the program is
+  # the one that runs on many chips.
+  jax.config.update("jax_num_cpu_devices", 2)
+  start = time.perf_counter()
+  verdicts = run(args.workdir, Sizes(seed=args.seed))
+
+  from examples.demo import gates
+
+  print(f"\n{gates.table(verdicts)}\n")
+  print(f"{time.perf_counter() - start:.0f} s; {args.workdir}/report.html")
+  failed = [gate.claim for gate in verdicts if not gate.passed]
+  if failed:
+    sys.exit("The demo failed: " + "; ".join(failed))
+
+
+def _fresh(workdir: str) -> pathlib.Path:
+  """An empty folder, in place of that of an earlier demo."""
+  folder = pathlib.Path(workdir)
+  if folder.exists() and any(folder.iterdir()):
+    if not (folder / _MARK).exists():
+      raise ValueError(
+        f"--workdir={workdir} is not empty and not of an earlier demo: name"
+        " another folder"
+      )
+    shutil.rmtree(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / _MARK).touch()
+  return folder
+
+
+@contextlib.contextmanager
+def _stage(title: str) -> Iterator[None]:
+  """Prints a heading before and the seconds after."""
+  print(f"\n---- {title} ----", flush=True)
+  start = time.perf_counter()
+  yield
+  print(f"[{time.perf_counter() - start:.1f} s]", flush=True)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,58 @@
+"""report.html of the demo: verdicts, answers side by side, curves."""
+
+import pathlib
+from collections.abc import Sequence
+
+from examples.demo.gates import HEAD, Gate
+from examples.demo.questions import Question
+from serve.generate import Completion
+from train import report
+
+_SHOWN = 15  # questions
+
+
+def write(
+  folder: pathlib.Path,
+  questions: Sequence[Question],
+  completions: Sequence[Sequence[Completion]],
+  verdicts: Sequence[Gate],
+) -> None:
+  """Writes folder/report.html.
+
+  Args:
+    folder: of the demo; has the run folders.
+    questions: held out.
+    completions: of the base, SFT and DPO model, one a question.
+    verdicts: what was to be shown.
+  """
+  step = max(1, len(questions) // _SHOWN)
+  shown = list(zip(questions, *completions, strict=True))[::step][:_SHOWN]
+  report.write(
+    folder / "report.html",
+    [
+      report.load_run(folder / name, name=title)
+      for name, title in (
+        ("pretrain", "Pretraining"),
+        ("sft", "SFT"),
+        ("dpo", "DPO"),
+      )
+    ],
+    title="OneMesh demo: from raw text to a tuned model",
+    tables=[
+      report.Table(
+        title="Verdicts",
+        columns=HEAD,
+        rows=[gate.cells() for gate in verdicts],
+        note="On held-out documents; intervals by paired bootstrap over them.",
+      ),
+      report.Table(
+        title="Answers to held-out questions",
+        columns=("question", "the docstring", "base", "SFT", "DPO"),
+        rows=[
+          (question.prompt, question.answer, *(c.text for c in some))
+          for question, *some in shown
+        ],
+        note="The likeliest token at each step, at most 48 of them.",
+      ),
+    ],
+  )
