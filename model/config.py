@@ -4,7 +4,7 @@ Imports no JAX: configs are read by command lines and planners.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class Rope:
   truncate: bool = True
 
   def __post_init__(self):
+    _check_choices("rope", self)
     needs = self.scaling in ("llama3", "yarn")
     if needs and self.original_max_positions is None:
       raise ValueError(
@@ -130,6 +131,7 @@ class ModelConfig:
   init_std: float = 0.02
 
   def __post_init__(self):
+    _check_choices("model", self)
     for name in (
       "vocab_size",
       "num_layers",
@@ -151,8 +153,15 @@ class ModelConfig:
       )
     if not self.layer_pattern:
       raise ValueError("model.layer_pattern must name at least one kind")
+    if not {"global", "local"}.issuperset(self.layer_pattern):
+      raise ValueError(
+        "model.layer_pattern is made of 'global' and 'local', got"
+        f" {self.layer_pattern}"
+      )
     if "local" in self.layer_pattern and self.window is None:
       raise ValueError("model.layer_pattern has local layers: set model.window")
+    if self.window is not None and self.window < 1:
+      raise ValueError(f"model.window must be at least 1, got {self.window}")
     if self.rope is not None and self.head_dim % 2:
       raise ValueError(
         f"rotary embedding needs an even model.head_dim, got {self.head_dim}"
@@ -170,3 +179,13 @@ class ModelConfig:
     """The kind of each of the L layers."""
     pattern = self.layer_pattern
     return tuple(pattern[i % len(pattern)] for i in range(self.num_layers))
+
+
+def _check_choices(owner: str, config: Rope | ModelConfig):
+  """Refuses a value that its field's Literal does not list."""
+  for field in dataclasses.fields(config):
+    value, choices = getattr(config, field.name), get_args(field.type)
+    if get_origin(field.type) is Literal and value not in choices:
+      raise ValueError(
+        f"{owner}.{field.name} must be one of {choices}, got {value!r}"
+      )

@@ -44,7 +44,11 @@ def _llama3(plain: np.ndarray, rope: Rope) -> np.ndarray:
 
 
 def _yarn(plain: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
-  """NTK-by-parts interpolation (arXiv:2309.00071, section 3.2)."""
+  """NTK-by-parts interpolation (arXiv:2309.00071, section 3.2).
+
+  The ramp is linear in the dim, as in the code that the authors published;
+  in the paper it is linear in the number of rotations.
+  """
 
   def dim_of(rotations: float) -> float:
     turns = rope.original_max_positions / (rotations * 2 * math.pi)
