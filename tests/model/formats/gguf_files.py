@@ -49,6 +49,7 @@ def write(path, case: str, *, extra_tensors=(), **fields) -> None:
   writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
   writer.add_key_length(values["head_dim"])
   writer.add_value_length(values["head_dim"])
+  writer.add_vocab_size(values["vocab_size"])
   writer.add_file_type(0)
   config = config_of(case)
   writer.add_rope_freq_base(config.rope.theta)
