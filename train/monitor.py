@@ -159,7 +159,8 @@ class Monitor:
     self._write()
 
   def close(self) -> None:
-    """Closes the records; what was not flushed is lost."""
+    """Closes the records; a step that was not waited for is left out."""
+    self._write()
     self._bar.close()
     if self._writes:
       self._file.close()

@@ -79,7 +79,7 @@ def config(folder: pathlib.Path) -> PretrainConfig:
     num_steps=NUM_STEPS,
     held_out=HeldOutConfig(path=str(folder / "held_out")),
     mesh=MeshConfig(data=2, fsdp=1),
-    schedule=ScheduleConfig(peak=1e-2, warmup_steps=3),
+    schedule=ScheduleConfig(kind="constant", peak=1e-2, warmup_steps=3),
     step=StepConfig(precision="float32"),
     checkpoint=CheckpointConfig(every=4, keep=2),
     monitor=MonitorConfig(log_every=3, eval_every=10, tensorboard=False),
