@@ -18,7 +18,10 @@ _TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
 _CHARTS = {
   "Loss (nats)": ("loss", "held_out_loss"),
   "Held-out bits per byte": ("held_out_bits_per_byte",),
-  "Preference accuracy": ("preference_accuracy", "held_out_accuracy"),
+  "Preference accuracy": (
+    "preference_accuracy",
+    "held_out_preference_accuracy",
+  ),
   "Gradient norm": ("grad_norm",),
   "Throughput (tokens a second)": ("tokens_per_second",),
   "Model FLOPs utilisation": ("mfu", "mfu_full", "hfu"),
