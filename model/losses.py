@@ -131,7 +131,8 @@ def _cross_entropy_fwd(head, z_loss, hidden, w, targets, weights):
 def _cross_entropy_bwd(head, z_loss, saved, cotangents):
   g, _ = cotangents
   dx, dw, losses = saved
-  return dx * g.astype(dx.dtype), dw * g.astype(dw.dtype), None, losses * g
+  # Rounding g alone would scale a whole bfloat16 gradient by up to 0.4 %.
+  return (dx * g).astype(dx.dtype), dw * g, None, losses * g
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
