@@ -55,6 +55,7 @@ def make_execution(config: StepConfig, mesh: Mesh, rules: Rules) -> Execution:
     attention=config.attention,
     remat=config.remat,
     remat_every=config.remat_every,
+    unroll=config.unroll,
     loss_chunk=config.loss_chunk,
     mesh=mesh,
     rules=rules,
