@@ -30,7 +30,7 @@ def main():
     num_layers=config.num_layers,
     num_heads=config.num_heads,
     num_kv_heads=config.num_kv_heads,
-    gradient_checkpointing=True,  # Its default, and the faster one here.
+    gradient_checkpointing=True,  # Its default.
   )
   policy = "f32" if options.dtype == "float32" else "p=f32,c=bf16"
   settings = dict(
