@@ -76,9 +76,8 @@ def dpo_loss(*, beta: float, label_smoothing: float = 0.0) -> LossFn:
   Pairs of padding rows weigh nothing. Aux sums are the implicit rewards,
   beta * (log policy - log reference), of chosen and rejected answers; their
   margin; preference_accuracy: the margin is above 0, a tie counts one half;
-  and kl: log
-  reference - log policy, averaged over a pair's answers. Were the answers
-  drawn from the reference, its mean would be KL(reference || policy).
+  and kl: log reference - log policy, averaged over a pair's answers. Were
+  these drawn from the reference, its mean would be KL(reference || policy).
 
   Args:
     beta: strength of the tie to the reference.

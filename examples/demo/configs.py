@@ -31,7 +31,8 @@ class Sizes:
     embed_dim: D.
     head_dim: H.
     mlp_dim: F.
-    seq_len: T, of pretraining; questions take half.
+    seq_len: T, of pretraining and SFT.
+    pair_len: T of pairs: one question and answer.
     batch_size: rows a step, of pretraining.
     pretrain_steps: updates.
     sft_steps: updates.
@@ -46,6 +47,7 @@ class Sizes:
   head_dim: int = 32
   mlp_dim: int = 448
   seq_len: int = 256
+  pair_len: int = 128
   batch_size: int = 4
   pretrain_steps: int = 1000
   sft_steps: int = 250
@@ -75,7 +77,7 @@ def conversations(workdir: pathlib.Path, sizes: Sizes) -> PrepareConfig:
     sources=(Source(path=str(workdir / "questions.jsonl"), format="chat"),),
     heldout_fraction=0.0,
     tokenizer=str(workdir / "corpus" / "tokenizer.model"),
-    max_tokens=sizes.seq_len // 2 + 1,
+    max_tokens=sizes.seq_len + 1,
   )
 
 
@@ -148,7 +150,7 @@ def dpo(workdir: pathlib.Path, sizes: Sizes) -> DPOConfig:
       path=str(workdir / "pairs.jsonl"),
       held_out=str(workdir / "held_out_pairs.jsonl"),
       tokenizer=str(workdir / "corpus" / "tokenizer.model"),
-      seq_len=sizes.seq_len // 2,
+      seq_len=sizes.pair_len,
       global_batch_size=2 * sizes.batch_size,
       seed=sizes.seed,
     ),
