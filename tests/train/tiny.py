@@ -1,0 +1,127 @@
+"""A tiny model, packed batches and the production step, for tests of train/."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from model.config import ModelConfig, Rope
+from model.execution import Execution
+from model.transformer import Transformer
+from sharding.arrays import to_global
+from sharding.axes import MeshConfig, Rules
+from sharding.mesh import make_mesh
+from train.config import OptimizerConfig, ScheduleConfig
+from train.objective import lm_loss
+from train.optimizers import Optimizer, make_optimizer
+from train.schedules import make_schedule
+from train.state import TrainState, state_from_model
+from train.step import make_train_step
+
+# Divisible by 8 where a mesh may split, and no two sizes alike.
+MHA = ModelConfig(
+  vocab_size=104,
+  num_layers=4,
+  embed_dim=48,
+  num_heads=8,
+  num_kv_heads=8,
+  head_dim=6,
+  mlp_dim=80,
+  max_positions=64,
+  rope=Rope(theta=1e4),
+  layer_pattern=("local",),
+  window=5,
+  qk_norm=True,
+  qkv_bias=True,
+)
+# Two query heads a key/value head, and a head that shares the table.
+GQA = dataclasses.replace(MHA, num_kv_heads=4, tied=True)
+ROWS, LENGTH = 16, 24
+
+
+def one_device() -> jax.sharding.Mesh:
+  """The mesh without any parallelism."""
+  return make_mesh(MeshConfig(), devices=jax.devices()[:1])
+
+
+def packed_batch(
+  seed: int = 0, *, rows: int = ROWS, length: int = LENGTH, vocab: int = 104
+) -> dict[str, np.ndarray]:
+  """Rows of one to three segments and padding; weights differ by segment."""
+  rng = np.random.default_rng(seed)
+  shape = (rows, length)
+  batch = {
+    "tokens": rng.integers(1, vocab, shape, dtype=np.int32),
+    "targets": rng.integers(1, vocab, shape, dtype=np.int32),
+    "positions": np.zeros(shape, np.int32),
+    "segment_ids": np.zeros(shape, np.int32),
+    "loss_weights": np.zeros(shape, np.float32),
+  }
+  for row in range(rows):
+    start = 0
+    for segment in range(1, rng.integers(1, 4) + 1):
+      stop = min(length, start + int(rng.integers(2, length // 2)))
+      batch["positions"][row, start:stop] = np.arange(stop - start)
+      batch["segment_ids"][row, start:stop] = segment
+      # The last token of a segment has no target.
+      batch["loss_weights"][row, start : stop - 1] = rng.uniform(0.5, 1.5)
+      start = stop
+  return batch
+
+
+def optimizer_of(config: OptimizerConfig) -> Optimizer:
+  """A rule whose learning rate changes with every step."""
+  schedule = ScheduleConfig(peak=1e-2, warmup_steps=2)
+  return make_optimizer(config, make_schedule(schedule, 100))
+
+
+def start(
+  model: Transformer,
+  optimizer: OptimizerConfig,
+  mesh: jax.sharding.Mesh,
+  *,
+  accumulation: int = 1,
+  rules: Rules = Rules(),
+  **execution,
+):
+  """Returns the state before the first step, and the production step."""
+  rule = optimizer_of(optimizer)
+  state = state_from_model(model, rule, seed=3, mesh=mesh, rules=rules)
+  train_step = make_train_step(
+    lm_loss(z_loss=1e-3),
+    rule,
+    Execution(mesh=mesh, rules=rules, **execution),
+    jax.tree.map(lambda x: x.sharding, state),
+    accumulation=accumulation,
+  )
+  return state, train_step
+
+
+def train(
+  model: Transformer,
+  optimizer: OptimizerConfig,
+  mesh: jax.sharding.Mesh,
+  *,
+  num_steps: int = 3,
+  **settings,
+) -> list[tuple[TrainState, dict]]:
+  """Returns the (state, metrics) after each of the steps, on the host."""
+  state, train_step = start(model, optimizer, mesh, **settings)
+  rules = settings.get("rules", Rules())
+  history = []
+  for step in range(num_steps):
+    batch = packed_batch(step, vocab=model.config.vocab_size)
+    state, metrics = train_step(state, to_global(batch, mesh, rules))
+    history.append(jax.device_get((state, metrics)))
+  return history
+
+
+def distances(ours, theirs) -> dict[str, float]:
+  """Path of each leaf -> |ours - theirs| / |theirs|, Euclidean."""
+  flat, _ = jax.tree_util.tree_flatten_with_path(ours)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="."): float(
+      np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0)
+    )
+    for (path, a), b in zip(flat, jax.tree.leaves(theirs), strict=True)
+  }
