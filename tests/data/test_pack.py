@@ -155,6 +155,16 @@ def test_rows_by_hand():
   assert batch["loss_weights"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
 
 
+def test_a_row_takes_one_token_more_than_it_has_positions():
+  # The last token is only a target.
+  plan = pack.plan_packing([5, 6, 1], 4, overlong="drop")
+  assert plan.document.tolist() == [0] and plan.num_dropped == 2
+  plan = pack.plan_packing([5, 6, 1], 4, packing="none")
+  pieces = zip(plan.document, plan.begin, plan.size, strict=True)
+  assert list(pieces) == [(0, 0, 4), (1, 0, 4), (1, 4, 1)]
+  assert plan.num_dropped == 1
+
+
 def test_rows_can_go_anywhere_in_a_batch():
   lengths = [3, 9, 4, 2, 7]
   data = InMemory(examples(lengths))
