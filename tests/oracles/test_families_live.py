@@ -11,7 +11,7 @@ from model.transformer import Transformer
 from tests.model.families.test_parity import config_of, logits, recorded
 from tests.model.formats import gguf_files
 from tests.model.formats.test_gguf import CASES as GGUF_CASES
-from tests.model.formats.test_huggingface import exported
+from tests.model.formats.test_huggingface import exported, family_of
 from tests.oracles import family_cases
 from tests.oracles.named_checkpoint import NamedCheckpoint
 from tests.tolerances import tolerance
@@ -106,20 +106,16 @@ def test_we_load_what_transformers_saves(tmp_path, case):
 
 
 @pytest.mark.parametrize("case", GGUF_CASES)
-def test_gguf_means_the_same_to_transformers(tmp_path, case):
-  extra = {}
-  if case == "gemma3":
-    extra = {"rope__freq_base_swa": 10_000.0}  # the only value they know
-  gguf_files.write(tmp_path / "m.gguf", case, **extra)
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(
-    tmp_path,
-    gguf_file="m.gguf",
-    attn_implementation="eager",
-    dtype=torch.float32,
-  ).eval()
+def test_transformers_reads_the_same_weights_from_gguf(tmp_path, case):
+  gguf_files.write(tmp_path / "m.gguf", case)
+  model = gguf.load(gguf.open_file(tmp_path / "m.gguf"))
+  values = family_of(case).config_json(model.config)
+  # Their own reading of the metadata drops head sizes, windows and soft-caps.
+  config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+  theirs = loaded(tmp_path, gguf_file="m.gguf", config=config)
   batch = family_cases.inputs(case)
   np.testing.assert_allclose(
-    ours(gguf.load(gguf.open_file(tmp_path / "m.gguf")), batch),
+    ours(model, batch),
     transformers_oracle.logits(theirs, batch),
     **tolerance("logits_parity"),
   )
