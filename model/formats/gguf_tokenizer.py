@@ -102,6 +102,7 @@ def _get(reader: gguf.GGUFReader, name: str):
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
   """How llama.cpp cuts a text before merging, in terms of `tokenizers`."""
+
   def split(regex):
     return pre_tokenizers.Split(tokenizers.Regex(regex), "isolated")
 

@@ -18,9 +18,7 @@ def main():
   """Records every case."""
   for name in family_cases.CONFIGS:
     batch = family_cases.inputs(name)
-    logits = transformers_oracle.logits(
-      transformers_oracle.build(name), batch
-    )
+    logits = transformers_oracle.logits(transformers_oracle.build(name), batch)
     np.savez_compressed(FOLDER / f"{name}.npz", **batch, logits=logits)
     print(f"{name}: logits {logits.std():.2f} around {logits.mean():.2f}")
 

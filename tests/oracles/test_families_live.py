@@ -82,9 +82,7 @@ def test_checkpoint_of_the_light_tests_is_theirs(case):
 def test_transformers_loads_what_we_export(tmp_path, case, max_shard_bytes):
   folder = tmp_path / "out"
   exported(case, folder, max_shard_bytes=max_shard_bytes)
-  theirs = transformers_oracle.logits(
-    loaded(folder), family_cases.inputs(case)
-  )
+  theirs = transformers_oracle.logits(loaded(folder), family_cases.inputs(case))
   expected = transformers_oracle.logits(
     transformers_oracle.build(case), family_cases.inputs(case)
   )

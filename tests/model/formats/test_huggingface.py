@@ -117,16 +117,12 @@ def test_tied_head_may_be_stored_if_it_is_the_table(tmp_path):
   frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq"
   tensors[frequencies] = np.ones(3, np.float32)
   file.unlink()
-  huggingface.safetensors.write(
-    folder, tensors.items(), max_shard_bytes=10**9
-  )
+  huggingface.safetensors.write(folder, tensors.items(), max_shard_bytes=10**9)
   assert_same(huggingface.load(folder), model)
 
   tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
   file.unlink()
-  huggingface.safetensors.write(
-    folder, tensors.items(), max_shard_bytes=10**9
-  )
+  huggingface.safetensors.write(folder, tensors.items(), max_shard_bytes=10**9)
   with pytest.raises(ValueError, match="tie_word_embeddings is true but"):
     huggingface.load(folder)
 

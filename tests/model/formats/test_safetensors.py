@@ -15,9 +15,7 @@ def tensors():
 
 
 def written(folder, max_shard_bytes=10**9):
-  safetensors.write(
-    folder, tensors().items(), max_shard_bytes=max_shard_bytes
-  )
+  safetensors.write(folder, tensors().items(), max_shard_bytes=max_shard_bytes)
   return sorted(path.name for path in folder.iterdir())
 
 
