@@ -5,6 +5,8 @@ the positions before scaling; vocabularies are odd, heads are not D / N wide
 and share keys.
 """
 
+from typing import Any
+
 import numpy as np
 
 BATCH, LENGTH = 3, 23
@@ -29,7 +31,7 @@ _GEMMA = {
   "tie_word_embeddings": True,
 }
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
   "llama2": _SIZES | _SILU | {
     "model_type": "llama",
     "rope_theta": 10_000.0,
