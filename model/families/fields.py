@@ -21,7 +21,7 @@ _HARMLESS = frozenset({
   "torch_dtype", "transformers.js_config", "transformers_version",
   "chunk_size_feed_forward", "is_encoder_decoder", "output_attentions",
   "output_hidden_states", "problem_type", "return_dict", "unk_token_id",
-  "use_cache",
+  "unsloth_fixed", "unsloth_version", "use_cache",
 })  # fmt: skip
 
 

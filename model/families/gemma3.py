@@ -18,8 +18,9 @@ LOCAL_THETA = 10_000.0
 
 
 def _read(fields: Fields) -> dict:
-  period = fields.take("sliding_window_pattern", len(PATTERN))
-  fields.take("_sliding_window_pattern", None)  # transformers 5 saves a copy
+  # The 270M's file, like all that transformers 5 saves, has the underscore.
+  period = fields.take("_sliding_window_pattern", len(PATTERN))
+  period = fields.take("sliding_window_pattern", period)
   common = read_gemma(fields, ("local",) * (period - 1) + ("global",))
   # Transformers reads but does not apply soft-caps here.
   for name in ("attn_logit_softcapping", "final_logit_softcapping"):
