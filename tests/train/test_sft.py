@@ -19,7 +19,6 @@ from train import pretrain, sft
 from train.config import MonitorConfig, ScheduleConfig, StepConfig
 from train.run_config import HeldOutConfig, SFTConfig
 
-
 _RTOL, _ATOL = tolerance("loss").values()
 APPROX = {"rel": _RTOL, "abs": _ATOL}
 
