@@ -1,4 +1,4 @@
-"""The config.json of published models, word for word, gives our presets.
+"""The fields of published config.json files give our presets.
 
 So strictness refuses none of them, and presets are what the files say.
 """
