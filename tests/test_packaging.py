@@ -76,23 +76,18 @@ def python(wheel, tmp_path_factory):
   return interpreter
 
 
-def _main(python, folder, *flags, options=()):
-  """Runs a main of the wheel; jax must not be needed for --help."""
+def _main(python, folder, module, *flags, options=()):
+  """Runs a main of the wheel in `folder`, as a user would."""
   environment = {
     name: value for name, value in os.environ.items() if "PYTHON" not in name
   }
   return subprocess.run(
-    [python, *options, "-m", "train.pretrain", *flags],
+    [python, *options, "-m", module, *flags],
     cwd=folder,
     env=environment,
     capture_output=True,
     text=True,
   )
-
-
-def _check_help(got):
-  assert got.returncode == 0, got.stderr
-  assert "--config.data.seed=" in got.stdout
 
 
 def test_the_wheel_holds_the_rooms_and_nothing_else(wheel):
@@ -107,22 +102,41 @@ def test_the_wheel_holds_the_rooms_and_nothing_else(wheel):
   assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_a_main_runs_beside_a_plain_data_folder(python, tmp_path):
-  (tmp_path / "data").mkdir()
-  (tmp_path / "data" / "corpus.txt").write_text("text")
-  (tmp_path / "model").mkdir()
-  _check_help(_main(python, tmp_path, "--help"))
+@pytest.mark.parametrize("is_package", [False, True])
+def test_a_main_runs_beside_data_of_the_user(python, tmp_path, is_package):
+  """Their `data/` holds the corpus; ours, of the same name, holds the code."""
+  corpus = tmp_path / "data"
+  corpus.mkdir()
+  stdlib = pathlib.Path(sysconfig.get_path("stdlib"))
+  for path in (stdlib / "email").glob("*.py"):
+    shutil.copy(path, corpus / f"{path.stem}.txt")
+  if is_package:
+    (corpus / "__init__.py").write_text("")
+  (tmp_path / "prepare.py").write_text(
+    "from data.config import PrepareConfig, Source\n"
+    "def get_config():\n"
+    "  source = Source(path='data/*.txt', format='text')\n"
+    "  return PrepareConfig(sources=(source,), vocab_size=500)\n"
+  )
+  got = _main(
+    python, tmp_path, "data.prepare", "--config=prepare.py", "--workdir=out",
+    "--config.heldout_fraction=0.2",
+    options=["-P"] if is_package else [],
+  )  # fmt: skip
+  assert got.returncode == 0, got.stderr
+  assert (tmp_path / "out" / "tokenizer.model").is_file()
 
 
-def test_a_package_named_data_is_told_apart(python, tmp_path):
+def test_a_package_that_hides_ours_is_named(python, tmp_path):
   (tmp_path / "data").mkdir()
   (tmp_path / "data" / "__init__.py").write_text("")
-  got = _main(python, tmp_path, "--help")
+  got = _main(python, tmp_path, "train.pretrain", "--help")
   assert got.returncode == 1
   last = got.stderr.strip().splitlines()[-1]
   assert f"{tmp_path / 'data'} hides the package 'data' of OneMesh" in last
   assert "python -P -m" in last
-  _check_help(_main(python, tmp_path, "--help", options=["-P"]))
+  got = _main(python, tmp_path, "train.pretrain", "--help", options=["-P"])
+  assert got.returncode == 0 and "--config.data.seed=" in got.stdout
 
 
 def test_what_is_imported_is_required():
