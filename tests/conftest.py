@@ -11,9 +11,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # libtpu compiles for a TPU without one; it must not ask a cloud for its name.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
-import hypothesis  # noqa: E402
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import hypothesis
+import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
