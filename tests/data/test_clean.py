@@ -26,7 +26,7 @@ def test_normalise():
     (
       "max_repeated_lines",
       0.5,
-      "a\na\n\n\nb\nb",
+      "a\na\n\n\n\n\nb\nb",
       "a\n a\na",
       "more than 50% repeated lines",
     ),

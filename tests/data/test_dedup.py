@@ -116,7 +116,7 @@ def test_candidates_follow_the_banding_curve(bands, rows):
 
 
 def test_short_texts_are_not_all_equal():
-  documents = [Document(t, t) for t in ("a", "b", "a b", "!")]
+  documents = [Document(t, t) for t in ("a", "b", "a b", "!", "?!")]
   assert dedup.remove_near(documents)[0] == documents
 
 
