@@ -93,8 +93,7 @@ def _append(model, cache, tokens_R, positions_R, active_R, execution):
 def _draw(state: State, logits_RV, rows: Rows) -> State:
   """The state with one more token in each row that is not done."""
   i = state.count
-  keys_R = jax.vmap(jax.random.fold_in, in_axes=(0, None))(rows.keys, i)
-  tokens_R, log_probs_R = sampler.sample(keys_R, logits_RV, rows.knobs)
+  tokens_R, log_probs_R = sampler.sample(rows.keys, i, logits_RV, rows.knobs)
   stops_R = (tokens_R[:, None] == rows.stop_ids[None]).any(axis=1)
   counts = jnp.where(state.done, state.counts, i + 1)
   return state._replace(

@@ -69,7 +69,7 @@ def truncate(logits_BV: jax.Array, knobs: Knobs) -> jax.Array:
 
 
 def sample(
-  keys_B: jax.Array, logits_BV: jax.Array, knobs: Knobs
+  keys_B: jax.Array, count: jax.Array, logits_BV: jax.Array, knobs: Knobs
 ) -> tuple[jax.Array, jax.Array]:
   """Draws one token a row.
 
@@ -77,6 +77,7 @@ def sample(
 
   Args:
     keys_B: typed random keys, one a row.
+    count: int32 [], how many tokens were drawn with these keys before.
     logits_BV: float32, as the model gave them.
     knobs: settings of each row.
 
@@ -87,8 +88,11 @@ def sample(
 
   def draw():
     # argmax(logits + Gumbel noise) is a draw from softmax(logits).
-    size = logits_BV.shape[1:]
-    noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, size))(keys_B)
+    def noise(key):
+      key = jax.random.fold_in(key, count)
+      return jax.random.gumbel(key, logits_BV.shape[1:])
+
+    noise_BV = jax.vmap(noise)(keys_B)
     return jnp.argmax(truncate(logits_BV, knobs) + noise_BV, axis=1)
 
   greedy_B = jnp.argmax(logits_BV, axis=1)
