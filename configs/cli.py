@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from configs.typed import check, from_dict, leaves, nearest, override, to_dict
 
@@ -58,6 +58,8 @@ def launch(run: Callable[[Any, str], Any], config_class: type) -> None:
       config = configure(FLAGS.config, config_class, settings)
     except ValueError as error:
       sys.exit(f"error: {error}")
+    if not FLAGS["verbosity"].present:
+      logging.set_verbosity(logging.WARNING)  # Orbax tells all that it does.
     run(config, FLAGS.workdir)
 
   app.run(main, flags_parser=parse)
