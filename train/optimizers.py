@@ -76,7 +76,9 @@ def make_optimizer(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
     case "adamw":
       parts = [optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)]
     case "sgd":
-      parts = [optax.trace(config.momentum)] if config.momentum else []
+      # Without momentum there are no moments to store.
+      trace = optax.trace(config.momentum)
+      parts = [trace if config.momentum else optax.identity()]
     case _:
       raise ValueError(
         f"optimizer.kind must be 'adamw' or 'sgd', got {config.kind!r}"

@@ -78,9 +78,7 @@ def test_batch_that_does_not_divide():
   for part in ("global_batch_size=6", "4 (mesh.data=2 x mesh.fsdp=2)"):
     assert part in str(error.value)
   with pytest.raises(ValueError) as error:
-    arrays.check_batch_size(
-      12, mesh, RULES, accumulation=3, rows_per_example=2
-    )
+    arrays.check_batch_size(12, mesh, RULES, accumulation=3, rows_per_example=2)
   assert "accumulation=3 x rows per example=2" in str(error.value)
   arrays.check_batch_size(24, mesh, RULES, accumulation=3, rows_per_example=2)
 

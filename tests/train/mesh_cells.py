@@ -36,7 +36,8 @@ DROPOUT = dataclasses.replace(
 # group -> (model, cells of data, fsdp, tensor, rematerialisation)
 GROUPS = {
   "gqa": (
-    tiny.GQA, [(8, 1, 1, "block"), (1, 8, 1, "nested"), (2, 2, 2, "block")]
+    tiny.GQA,
+    [(8, 1, 1, "block"), (1, 8, 1, "nested"), (2, 2, 2, "block")],
   ),
   "mha": (tiny.MHA, [(1, 1, 8, "dots")]),
   "dropout": (DROPOUT, [(2, 2, 2, "block")]),

@@ -52,7 +52,10 @@ def close(distances: dict[str, float], count: int):
   [
     pytest.param(group, mesh, marks=pytest.mark.xdist_group(f"cells_{group}"))
     for group, mesh in [
-      ("gqa", "8x1x1"), ("gqa", "1x8x1"), ("gqa", "2x2x2"), ("mha", "1x1x8")
+      ("gqa", "8x1x1"),
+      ("gqa", "1x8x1"),
+      ("gqa", "2x2x2"),
+      ("mha", "1x1x8"),
     ]
   ],
 )

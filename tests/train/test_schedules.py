@@ -29,13 +29,16 @@ def closed_form(kind: str, step: int) -> float:
   if step < W:
     return PEAK * (step + 1) / W
   p = min(1.0, (step - W) / (N - W))
-  return PEAK * {
-    "constant": 1.0,
-    "linear": 1 - (1 - RATIO) * p,
-    "cosine": RATIO + (1 - RATIO) * (1 + math.cos(math.pi * p)) / 2,
-    # The last 0.3 * 50 = 15 steps.
-    "wsd": 1 - (1 - RATIO) * min(1.0, max(0, step - 35) / 15),
-  }[kind]
+  return (
+    PEAK
+    * {
+      "constant": 1.0,
+      "linear": 1 - (1 - RATIO) * p,
+      "cosine": RATIO + (1 - RATIO) * (1 + math.cos(math.pi * p)) / 2,
+      # The last 0.3 * 50 = 15 steps.
+      "wsd": 1 - (1 - RATIO) * min(1.0, max(0, step - 35) / 15),
+    }[kind]
+  )
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
