@@ -14,12 +14,13 @@ import sys
 import pytest
 
 _ROOT = pathlib.Path(__file__).parents[1]
-_ROOMS = sorted(path.parent.name for path in _ROOT.glob("*/__init__.py"))
+_ROOMS = {path.parent.name for path in _ROOT.glob("*/__init__.py")}
 
 _FLAGS = {
   "align.dpo": {"config", "workdir"},
   "data.prepare": {"config", "workdir"},
   "train.report": set(),
+  "examples.demo": {"seed", "workdir"},
   "train.pretrain": {"config", "workdir"},
   "train.sft": {"config", "workdir"},
 }
@@ -33,11 +34,13 @@ def _has_main(path: pathlib.Path) -> bool:
 
 
 def _mains() -> set[str]:
-  paths = [p for room in _ROOMS for p in (_ROOT / room).rglob("*.py")]
+  rooms = (_ROOMS | {"examples"}) - {"benchmarks", "tests"}
+  paths = [p for room in rooms for p in (_ROOT / room).rglob("*.py")]
+  names = [".".join(p.relative_to(_ROOT).with_suffix("").parts) for p in paths]
   return {
-    ".".join(p.relative_to(_ROOT).with_suffix("").parts)
-    for p in paths
-    if p.parts[len(_ROOT.parts)] not in ("benchmarks", "tests") and _has_main(p)
+    name.removesuffix(".__main__")
+    for name, path in zip(names, paths)
+    if _has_main(path)
   }
 
 
@@ -66,7 +69,7 @@ def test_help(main):
       after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     )
   text = got.stdout + got.stderr
-  flags = set(re.findall(r"^ +--(?:\[no\])?(\w+):", text, re.MULTILINE))
+  flags = set(re.findall(r"^ +--(?:\[no\])?(\w+)[: ]", text, re.MULTILINE))
   assert flags == _FLAGS[main], text
   assert "heavy: set()" in text, "--help imports more than it shows"
   assert min(seconds) < 0.4
