@@ -25,9 +25,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_itemcollected(item):
   """Sends all tests that load libtpu to one worker: it holds a lock file."""
-  for item in items:
-    if item.get_closest_marker("tpu_compiler"):
-      item.add_marker(pytest.mark.xdist_group("tpu_compiler"))
+  if item.get_closest_marker("tpu_compiler"):
+    item.add_marker(pytest.mark.xdist_group("tpu_compiler"))
