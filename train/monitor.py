@@ -90,15 +90,18 @@ class Monitor:
     self._path = workdir / FILE
     self.history = read(self._path, until=start_step)
     self._tokens = self.history[-1].get("tokens", 0) if self.history else 0
-    self._pending = None
-    self._line = None
+    self._pending: _Pending | None = None
+    self._line: dict | None = None
     # (seconds, step, tokens) when the metrics of the newest steps arrived.
-    self._clock = collections.deque(maxlen=1 + max(10, config.log_every))
+    self._clock: collections.deque = collections.deque(
+      maxlen=1 + max(10, config.log_every)
+    )
     self._events = None
     self._start_step = self._last_step = start_step
     if self._writes:
-      lines = "".join(_dump(line) for line in self.history)
-      self._path.write_text(lines)
+      partial = workdir / f"{FILE}.partial"
+      partial.write_text("".join(_dump(line) for line in self.history))
+      partial.replace(self._path)
       if peak is not None:
         (workdir / PEAK_FILE).write_text(json.dumps(dataclasses.asdict(peak)))
       self._file = open(self._path, "a")  # noqa: SIM115  Closed by `close`.
@@ -112,6 +115,8 @@ class Monitor:
       mininterval=0.2 if is_terminal else 10,
       disable=not self._writes,
     )
+    if peak is not None:
+      self._say(f"MFU is of {peak.source}.")
 
   def record(
     self,
@@ -150,6 +155,8 @@ class Monitor:
     """
     self._finish()
     self._line = (self._line or {"step": self._last_step}) | values
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    self._say(f"Step {self._last_step}: {shown}")
     self._clock.clear()
     self._clock.append((time.perf_counter(), self._last_step, self._tokens))
 
@@ -166,6 +173,11 @@ class Monitor:
       self._file.close()
     if self._events is not None:
       self._events.close()
+
+  def _say(self, text: str) -> None:
+    """Prints a line above the bar."""
+    if self._writes:
+      self._bar.write(text, file=sys.stderr)
 
   def _finish(self) -> None:
     """Fetches the pending step's metrics, checks them, prepares the line."""

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from data import tokenized
 from data.loader import Loader
 from tests.tolerances import tolerance
 from tests.train import tiny_run
@@ -81,6 +82,35 @@ def test_the_run_folder(whole, config):
 def test_it_learns(whole):
   found = losses(whole[0].history)
   assert found[10] < found[1] - 1.0
+
+
+def test_overfits_two_batches(config, folder, tmp_path):
+  store = tokenized.TokenStore(folder / "train")
+  bounds = [store.offsets[i : i + 2] for i in range(0, 72, 9)]
+  tokenized.write(
+    tmp_path / "eight",
+    [
+      tokenized.Example(f"{i}", store.tokens[start:stop].tolist())
+      for i, (start, stop) in enumerate(bounds)
+    ],
+    vocab_size=store.vocab_size,
+    fingerprint=store.fingerprint,
+  )
+  settings = {
+    "data.sources.0.path": str(tmp_path / "eight"),
+    "data.packing": "none",  # One document a row, four rows a batch.
+    "model.residual_dropout": "0.0",
+    "held_out.path": "none",
+    "num_steps": "80",
+    "checkpoint.every": "80",
+  }
+  result = pretrain.run(
+    pretrain.cli.override(config, settings), str(tmp_path / "run")
+  )
+  found = losses(result.history)
+  # The eight documents begin alike: what is left is which of them it is.
+  assert found[1] > 5.0
+  assert min(found[78], found[80]) < 0.35
 
 
 def test_a_finished_run_is_not_trained_again(whole, config):

@@ -178,11 +178,15 @@ def test_the_bar_shows_loss_throughput_and_utilisation(tmp_path, capsys):
   )
   record(m, 1)
   record(m, 2)
+  m.wait()
+  m.add({"held_out_loss": 3.25})
   m.flush()
   m.close()
   shown = capsys.readouterr().err
   assert "pretrain: 100%" in shown
   assert "loss 2, " in shown and " tokens/s, MFU " in shown
+  assert "MFU is of a table." in shown
+  assert "Step 2: held_out_loss 3.25" in shown
 
 
 def test_host_time_of_a_step_is_below_two_milliseconds(tmp_path):
