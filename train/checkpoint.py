@@ -245,6 +245,10 @@ class Saver:
     self._config = config
     self._manager = None
     self._contents = {}
+    if jax.process_count() > 1:  # The others may still be reading.
+      from jax.experimental import multihost_utils
+
+      multihost_utils.sync_global_devices("restored")
     if jax.process_index() == 0:
       self.directory.mkdir(parents=True, exist_ok=True)
       for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):

@@ -45,7 +45,7 @@ def make_evaluate(
       sums.append((aux["nll"], weight))
     batches.close()
     nll, weight = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
-    loss = nll / weight
+    loss = float(nll / weight)
     values = {"held_out_loss": loss, "held_out_ppl": math.exp(min(loss, 700.0))}
     if has_bytes:
       bits = loss / math.log(2)

@@ -127,8 +127,11 @@ def fit(
       if saving or stopping:
         monitor.flush()  # Raises, where the state is not worth saving.
         saver.save(done, state, batches.state(done))
-      if stopping and not last:
-        raise _preempted(saver, done)
+      if stopping:
+        break
+
+  if int(state.step) < config.num_steps:
+    raise _preempted(saver, int(state.step))
   return state, monitor.history
 
 
@@ -138,7 +141,7 @@ def _num_tokens(batch: Batch) -> int:
 
 
 def _preempted(saver: checkpoint.Saver, step: int) -> Preempted:
-  """Says where to go on, once the checkpoint is on disk."""
+  """Says where to go on."""
   error = Preempted(
     f"Stopped by SIGTERM after step {step}, saved as {saver.newest()}."
     " Run again with the same workdir to continue."
