@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model import attention, block, transformer
 from model.dropout import dropout, fold, row_keys
 from tests.model.tiny import make, tokens
 from tests.tolerances import tolerance
@@ -108,3 +109,36 @@ def test_micro_batches_draw_the_masks_of_the_whole(runs):
     )
   other = run(batch, keys(10, 11, 12, 14))["all"]
   assert np.abs(other[3] - whole["all"][3]).max() > 0.01
+
+
+def test_no_two_uses_share_a_key(monkeypatch):
+  """Layers, branches, embeddings and rows all draw masks of their own."""
+  seen = []
+
+  def record(keys_B):
+    seen.extend(map(tuple, np.asarray(jax.random.key_data(keys_B)).tolist()))
+
+  def thin(x, rate, keys_B):
+    record(keys_B)
+    return x
+
+  def attend(q, k, v, *, dropout_keys_B, **options):
+    record(dropout_keys_B)
+    return jnp.zeros_like(q)
+
+  monkeypatch.setattr(attention, "flash_attention", attend)
+  monkeypatch.setattr(block, "dropout", thin)
+  monkeypatch.setattr(transformer, "dropout", thin)
+  model = make(**dict.fromkeys(RATES, 0.3)).unstacked()
+  model(tokens(2, 3), dropout_keys=keys(0, 1))
+  assert len(seen) == 2 * (3 * 3 + 1)
+  assert len(set(seen)) == len(seen)
+
+
+def test_stacked_layers_draw_the_same_masks(runs):
+  model, batch, run = runs
+  dropout_keys = keys(0, 1, 2, 3)
+  apart = jax.jit(model.unstacked())(batch, dropout_keys=dropout_keys)
+  np.testing.assert_allclose(
+    run(batch, dropout_keys)["all"], apart, **tolerance("mesh")
+  )

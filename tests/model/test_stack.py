@@ -1,0 +1,88 @@
+"""Rematerialisation: the same function, less memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.execution import Execution
+from model.stack import _near_root, scan_layers
+from tests.tolerances import tolerance
+
+L, D = 6, 5
+MODES = [
+  dict(remat="none"),
+  dict(remat="none", unroll=4),
+  dict(remat="dots"),
+  dict(remat="block"),
+  dict(remat="block", remat_every=3),
+  dict(remat="nested"),
+  dict(remat="nested", unroll=2),
+]
+
+
+def step(x, layer):
+  w, index = layer
+  return jnp.tanh(x @ w) + 0.1 * index, None
+
+
+def run(x, w, execution):
+  layers = w, jnp.arange(w.shape[0])
+  return scan_layers(step, x, layers, w.shape[0], execution)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_equals_a_plain_loop(mode):
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(3, D)).astype("float32")
+  w = rng.normal(size=(L, D, D)).astype("float32")
+
+  def loop(x, w):
+    for i in range(L):
+      x, _ = step(x, (w[i], i))
+    return jnp.sum(x**2)
+
+  scanned = lambda x, w: jnp.sum(run(x, w, Execution(**mode)) ** 2)
+  gradient = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 1)))
+  both = [gradient(f)(x, w) for f in (scanned, loop)]
+  for got, want in zip(*map(jax.tree.leaves, both), strict=True):
+    np.testing.assert_allclose(got, want, **tolerance("gradient"))
+
+
+def temporary_bytes(num_layers: int, **mode) -> int:
+  """Of the compiled gradient by the input: what activations take."""
+  x = jax.ShapeDtypeStruct((512, 16), jnp.float32)
+  w = jax.ShapeDtypeStruct((num_layers, 16, 16), jnp.float32)
+  loss = lambda x, w: jnp.sum(run(x, w, Execution(**mode)))
+  compiled = jax.jit(jax.grad(loss)).lower(x, w).compile()
+  return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_nested_keeps_the_square_root():
+  """16 times the layers: 16 times the inputs kept, or 4 times."""
+  growth = lambda **mode: (
+    temporary_bytes(256, **mode) / temporary_bytes(16, **mode)
+  )
+  assert growth(remat="block") > 12
+  assert growth(remat="nested") < 5
+
+
+def test_every_kth_block_keeps_fewer():
+  one = temporary_bytes(64, remat="block")
+  four = temporary_bytes(64, remat="block", remat_every=4)
+  assert four < 0.5 * one
+
+
+def test_near_root():
+  assert [_near_root(n) for n in (1, 4, 16, 36, 64)] == [1, 2, 4, 6, 8]
+  # Two divisors stand equally near to the root of any other number.
+  assert _near_root(48) in (6, 8)
+  assert _near_root(7) in (1, 7)
+
+
+def test_refuses():
+  x, w = jnp.ones((2, D)), jnp.ones((L, D, D))
+  with pytest.raises(ValueError, match="remat_every=4 must divide the 6"):
+    run(x, w, Execution(remat="block", remat_every=4))
+  with pytest.raises(ValueError, match="remat must be .*got 'full'"):
+    run(x, w, Execution(remat="full"))
