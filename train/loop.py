@@ -10,7 +10,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from train import checkpoint, guard
+from train import checkpoint, guard, report
 from train.config import CheckpointConfig, MonitorConfig
 from train.monitor import FlopsPerToken, Monitor
 from train.peak import Peak
@@ -130,6 +130,10 @@ def fit(
       if stopping:
         break
 
+  # ---- Report ----
+  if jax.process_index() == 0:
+    run = report.load_run(workdir)
+    report.write(workdir / "report.html", [run], title=f"{label}: {run.name}")
   if int(state.step) < config.num_steps:
     raise _preempted(saver, int(state.step))
   return state, monitor.history

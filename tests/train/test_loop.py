@@ -77,6 +77,7 @@ def test_the_run_folder(whole, config):
   )
   assert manifest["data"].keys() == {"epoch", "row"}
   assert bits(result.state.step) == bits(np.int32(10))
+  assert "Held-out bits per byte" in (workdir / "report.html").read_text()
 
 
 def test_it_learns(whole):
