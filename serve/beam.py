@@ -92,9 +92,7 @@ def search(
 
     ended_BC = stops_BC & (jnp.arange(num_candidates)[None] < W)
     length = (i + 1).astype(jnp.float32)
-    scores_BC = jnp.where(
-      ended_BC, total_BC / length**length_penalty, -jnp.inf
-    )
+    scores_BC = jnp.where(ended_BC, total_BC / length**length_penalty, -jnp.inf)
     both = jax.tree.map(
       lambda a, b: jnp.concatenate([a, b], axis=1),
       finished,
@@ -107,9 +105,7 @@ def search(
       finished,
     )
 
-    go_on = candidates._replace(
-      score=jnp.where(stops_BC, -jnp.inf, total_BC)
-    )
+    go_on = candidates._replace(score=jnp.where(stops_BC, -jnp.inf, total_BC))
     living, chosen_BW = _best(go_on, W)
     tokens_BW = jnp.take_along_axis(token_BC, chosen_BW, axis=1)
     parents_BW = jnp.take_along_axis(parent_BC, chosen_BW, axis=1)

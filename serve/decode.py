@@ -109,9 +109,7 @@ def _draw(state: State, logits_RV, rows: Rows) -> State:
 @functools.partial(
   jax.jit, static_argnames=("copies", "slots", "room", "execution")
 )
-def start(
-  model, tokens_BT, lengths_B, rows, *, copies, slots, room, execution
-):
+def start(model, tokens_BT, lengths_B, rows, *, copies, slots, room, execution):
   """Reads the prompts and draws the first token."""
   cache, logits_BV = _prefill(
     model, tokens_BT, lengths_B, copies=copies, slots=slots, execution=execution

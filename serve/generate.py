@@ -229,10 +229,14 @@ class _Run:
       best = range(sampling.num_samples)
       best = [w for w in best if np.isfinite(beams.score[i, w])]
       counts = [(beams.ids[i, w] >= 0).sum() for w in best]
-      answers.append([
-        self._completion(prompt, beams.ids[i, w, :n], beams.log_probs[i, w, :n])
-        for w, n in zip(best, counts)
-      ])
+      answers.append(
+        [
+          self._completion(
+            prompt, beams.ids[i, w, :n], beams.log_probs[i, w, :n]
+          )
+          for w, n in zip(best, counts)
+        ]
+      )
     return answers
 
   def streams(self):
@@ -252,15 +256,17 @@ class _Run:
     answers = []
     for i, prompt in enumerate(self.prompts):
       rows = range(i * self.copies, (i + 1) * self.copies)
-      answers.append([
-        self._completion(
-          prompt,
-          ids[r, : counts[r]],
-          log_probs[r, : counts[r]],
-          None if streams is None else streams[r],
-        )
-        for r in rows
-      ])
+      answers.append(
+        [
+          self._completion(
+            prompt,
+            ids[r, : counts[r]],
+            log_probs[r, : counts[r]],
+            None if streams is None else streams[r],
+          )
+          for r in rows
+        ]
+      )
     return answers
 
   def _completion(self, prompt, ids, log_probs, text=None):

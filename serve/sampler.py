@@ -61,7 +61,8 @@ def truncate(logits_BV: jax.Array, knobs: Knobs) -> jax.Array:
 
   # A switched-off filter costs nothing; a vocabulary is long.
   for used, cut in (
-    (knobs.top_k > 0, top_k), (knobs.top_p < 1.0, top_p),
+    (knobs.top_k > 0, top_k),
+    (knobs.top_p < 1.0, top_p),
     (knobs.min_p > 0.0, min_p),
   ):
     logits_BV = jax.lax.cond(used.any(), cut, lambda x: x, logits_BV)

@@ -135,9 +135,7 @@ def test_a_row_does_not_see_its_neighbours(logits):
   together = sample(keys, 2, jnp.asarray(logits), knobs)
   for i in reversed(range(len(rows))):
     one = lambda x: x[i : i + 1]  # noqa: B023
-    alone = sample(
-      one(keys), 2, one(logits), jax.tree.map(one, knobs)
-    )
+    alone = sample(one(keys), 2, one(logits), jax.tree.map(one, knobs))
     assert alone[0] == together[0][i]
     np.testing.assert_allclose(
       alone[1][0], together[1][i], **tolerance("elementwise")

@@ -75,7 +75,9 @@ def test_what_may_become_a_stop_string_is_held_back():
 
 
 def test_stop_string_inside_one_token():
-  pieces, stream = run(Pieces("one", " two STOP three", " four"), [0, 1, 2], ["STOP"])
+  pieces, stream = run(
+    Pieces("one", " two STOP three", " four"), [0, 1, 2], ["STOP"]
+  )
   assert pieces == ["one", " two ", ""] and stream.count == 2
 
 
