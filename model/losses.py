@@ -103,10 +103,21 @@ def _cross_entropy(head: Head, z_loss: float, hidden, w, targets, weights):
 
 
 def _cross_entropy_fwd(head, z_loss, hidden, w, targets, weights):
-  """Also computes the gradients that a cotangent of one would ask for."""
-  operands = head.execution.precision.operands
+  """Also computes the gradients that a cotangent of one would ask for.
+
+  Each part of the batch has a gradient of the weights of its own, and they
+  are added once: a sum kept whole would be reduced over devices every chunk.
+  """
+  execution = head.execution
+  operands, num_parts = execution.precision.operands, execution.num_batch_shards
   inputs, out = head.equation.split("->")
   x_dims, w_dims = inputs.split(",")
+
+  @jax.vmap
+  def outer_product(x, grad):
+    return dot(f"{x_dims},{out}->{w_dims}", x, grad, operands)
+
+  by_part = lambda x: x.reshape(num_parts, -1, *x.shape[1:])
 
   def chunk(dw, part):
     x, targets, weights = part
@@ -118,14 +129,17 @@ def _cross_entropy_fwd(head, z_loss, hidden, w, targets, weights):
     grad = grad - _is_target(logits, targets)
     grad = grad * slope * weights[..., None]
     dx = dot(f"{out},{w_dims}->{x_dims}", grad, w, operands)
-    dw = dw + dot(f"{x_dims},{out}->{w_dims}", x, grad, operands)
+    dw = dw + outer_product(by_part(x), by_part(grad))
     return dw, (dx.astype(x.dtype), *losses)
 
   parts = _split((hidden, targets, weights), head.chunk)
-  dw = jnp.zeros(w.shape, jnp.float32)
+  dw = jnp.zeros((num_parts, *w.shape), jnp.float32)
+  names = tuple({"D": None, "V": "vocab"}[letter] for letter in w_dims)
+  dw = execution.shard(dw, ("batch", *names))
   dw, outputs = jax.lax.scan(chunk, dw, parts)
   dx, nll, z = _join(outputs, targets.shape[1])
-  return _sums(nll, z, weights), (dx, dw.astype(w.dtype), nll + z)
+  dw = jnp.sum(dw, axis=0).astype(w.dtype)
+  return _sums(nll, z, weights), (dx, dw, nll + z)
 
 
 def _cross_entropy_bwd(head, z_loss, saved, cotangents):

@@ -33,9 +33,14 @@ class Embed(nnx.Module):
       embed=config.embed_dim,
     )
 
-  def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-    """Rows of the table, float32 [B, T, D]."""
-    return self.table[...][tokens_BT]
+  def __call__(self, tokens_BT: jax.Array, execution: Execution) -> jax.Array:
+    """Rows of the table, float32 [B, T, D].
+
+    The table is made whole over `fsdp` first, as every weight is before its
+    use: from a table split in D, XLA looks up all rows of the global batch on
+    every device.
+    """
+    return execution.shard(self.table[...], ("vocab", None))[tokens_BT]
 
 
 class Transformer(nnx.Module):
@@ -103,7 +108,7 @@ class Transformer(nnx.Module):
       cached = write(cache.positions, slots, positions)
       view = view._replace(positions=positions, slots=slots, cached=cached)
 
-    x = self.embed(tokens_BT) * config.embed_scale
+    x = self.embed(tokens_BT, execution) * config.embed_scale
     x = x.astype(execution.precision.activations)
     x = execution.shard(x, ("batch", "residual_seq", None))
     x = dropout(x, config.embed_dropout, fold(dropout_keys, config.num_layers))
