@@ -60,6 +60,7 @@ setuptools.setup(
     "grain>=0.2.15",
     "jax>=0.10",
     "jinja2",
+    "matplotlib",
     "ml_dtypes",
     "numpy>=2",
     "optax>=0.2.6",

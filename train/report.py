@@ -2,15 +2,17 @@
 
   python -m train.report RUN_FOLDER [RUN_FOLDER ...]
 
-The page needs no network and no script: curves are inline SVG.
+The page needs no network and no script: curves are SVG images within it.
 """
 
+import base64
 import dataclasses
+import io
 import json
 import math
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 _TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
 
@@ -27,10 +29,29 @@ _CHARTS = {
   "Model FLOPs utilisation": ("mfu", "mfu_full", "hfu"),
   "Learning rate": ("learning_rate",),
 }
-_WIDTH, _HEIGHT = 420, 200
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 8, 22
 # Their axes start at 0: noise should look as small as it is.
 _FROM_ZERO = ("tokens_per_second", "mfu", "mfu_full", "hfu")
+# Legible on a light page and on a dark one.
+_COLORS = ("#4a7de8", "#e08440", "#3fa587")
+_GRAY = "#7d8798"
+_STYLE = {
+  "axes.edgecolor": _GRAY,
+  "axes.grid": True,
+  "axes.grid.axis": "y",
+  "axes.spines.right": False,
+  "axes.spines.top": False,
+  "font.family": "sans-serif",
+  "font.size": 8,
+  "grid.alpha": 0.3,
+  "grid.color": _GRAY,
+  "legend.frameon": False,
+  "legend.labelcolor": _GRAY,
+  "lines.linewidth": 1.2,
+  "lines.markersize": 3,
+  "svg.fonttype": "none",
+  "xtick.color": _GRAY,
+  "ytick.color": _GRAY,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +142,10 @@ def write(
       {
         "name": run.name,
         "note": run.note,
-        "charts": list(charts(run.history)),
+        "charts": [
+          {"title": title, "image": _image(title, series)}
+          for title, series in charts(run.history)
+        ],
         "settings": settings(run.config),
       }
       for run in runs
@@ -130,8 +154,13 @@ def write(
   pathlib.Path(path).write_text(page)
 
 
-def charts(history: Sequence[Mapping]):
-  """Yields what the template draws, for each chart that has values."""
+def charts(
+  history: Sequence[Mapping],
+) -> Iterator[tuple[str, dict[str, list[tuple]]]]:
+  """Yields the title and the series of each chart that has values.
+
+  A series is a list of (step, value), by its key in metrics.jsonl.
+  """
   for title, keys in _CHARTS.items():
     series = {}
     for key in keys:
@@ -143,7 +172,7 @@ def charts(history: Sequence[Mapping]):
       if points:
         series[key] = points
     if series:
-      yield _chart(title, series)
+      yield title, series
 
 
 def settings(config: Mapping, prefix: str = "") -> dict[str, str]:
@@ -160,68 +189,41 @@ def settings(config: Mapping, prefix: str = "") -> dict[str, str]:
   return flat
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
-  """Round numbers within [low, high], about `count` of them."""
-  wanted = (high - low) / count
-  power = 10.0 ** math.floor(math.log10(wanted))
-  nearness = lambda step: abs(math.log(step / wanted))
-  step = min((power * m for m in (1, 2, 5, 10)), key=nearness)
-  first = math.ceil(low / step - 1e-9)
-  last = math.floor(high / step + 1e-9)
-  return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+def figure(series: Mapping[str, Sequence[tuple]]):
+  """Draws a chart; returns a matplotlib figure."""
+  from matplotlib.figure import Figure
 
-
-def _chart(title: str, series: Mapping[str, Sequence[tuple]]) -> dict:
-  """Lines and axes in SVG coordinates."""
-  xs = [x for points in series.values() for x, _ in points]
-  left, right = _span(xs)
-  ys = [y for points in series.values() for _, y in points]
+  chart = Figure(figsize=(4.2, 2.2), layout="constrained")
+  axes = chart.subplots()
+  for (name, points), color in zip(series.items(), _COLORS, strict=False):
+    axes.plot(
+      *zip(*points, strict=True),
+      color=color,
+      marker="o" if len(points) <= 12 else None,
+      label=f"{name.replace('_', ' ')} {_number(points[-1][1])}",
+    )
   if all(name in _FROM_ZERO for name in series):
-    ys.append(0.0)
-  bottom, top = _span(ys)
-  place_x = lambda x: round(
-    _LEFT + (x - left) / (right - left) * (_WIDTH - _LEFT - _RIGHT), 1
-  )
-  place_y = lambda y: round(
-    _HEIGHT
-    - _BOTTOM
-    - (y - bottom) / (top - bottom) * (_HEIGHT - _TOP - _BOTTOM),
-    1,
-  )
-  return {
-    "title": title,
-    "width": _WIDTH,
-    "height": _HEIGHT,
-    "left": _LEFT,
-    "right": _WIDTH - _RIGHT,
-    "bottom": _HEIGHT - _BOTTOM,
-    "x_ticks": [(place_x(x), f"{x:g}") for x in ticks(left, right)],
-    "y_ticks": [(place_y(y), _number(y)) for y in ticks(bottom, top)],
-    "lines": [
-      {
-        "name": name.replace("_", " "),
-        "last": _number(points[-1][1]),
-        "points": " ".join(f"{place_x(x)},{place_y(y)}" for x, y in points),
-        "dots": [(place_x(x), place_y(y)) for x, y in points]
-        if len(points) <= 12
-        else [],
-      }
-      for name, points in series.items()
-    ],
-  }
+    axes.set_ylim(bottom=0)
+  chart.legend(loc="outside lower left", ncols=3)
+  return chart
 
 
-def _span(values: Sequence[float]) -> tuple[float, float]:
-  """The range of an axis: that of the values, never empty."""
-  low, high = min(values), max(values)
-  if high - low <= 1e-9 * max(abs(low), abs(high), 1e-30):
-    margin = abs(low) / 2 or 1.0
-    return low - margin, high + margin
-  return low, high
+def _image(title: str, series: Mapping[str, Sequence[tuple]]) -> str:
+  """The chart as a data URI."""
+  import matplotlib
+
+  svg = io.BytesIO()
+  with matplotlib.rc_context(_STYLE | {"svg.hashsalt": title}):
+    figure(series).savefig(
+      svg, format="svg", transparent=True, metadata={"Date": None}
+    )
+  return (
+    "data:image/svg+xml;base64," + base64.b64encode(svg.getvalue()).decode()
+  )
 
 
 def _number(value: float) -> str:
-  """Short, for axes and legends."""
+  """Short, for legends."""
   if value == 0 or 1e-3 <= abs(value) < 1e4:
     return f"{value:.4g}"
   return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.3g}"
