@@ -16,6 +16,9 @@ from tests.tolerances import tolerance
 from tests.train import tiny_run
 from train import checkpoint, guard, monitor, preemption, pretrain, step
 
+# One worker: the runs that the tests share are not run twice.
+pytestmark = pytest.mark.xdist_group("train_loop")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

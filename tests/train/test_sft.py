@@ -19,6 +19,9 @@ from train import pretrain, sft
 from train.config import MonitorConfig, ScheduleConfig, StepConfig
 from train.run_config import HeldOutConfig, SFTConfig
 
+# One worker: the runs that the tests share are not run twice.
+pytestmark = pytest.mark.xdist_group("train_sft")
+
 _RTOL, _ATOL = tolerance("loss").values()
 APPROX = {"rel": _RTOL, "abs": _ATOL}
 
