@@ -40,7 +40,8 @@ class Embed(nnx.Module):
     use: from a table split in D, XLA looks up all rows of the global batch on
     every device.
     """
-    return execution.shard(self.table[...], ("vocab", None))[tokens_BT]
+    table_VD = execution.shard(self.table[...], ("vocab", None))
+    return execution.shard(table_VD[tokens_BT], ("batch", "seq", None))
 
 
 class Transformer(nnx.Module):

@@ -164,6 +164,20 @@ def model():
   return jax.jit(lambda: Transformer(config, rngs=nnx.Rngs(0)))()
 
 
+def compiled_collectives(model, mesh, accumulation):
+  """The collectives of a step, and how many weights a device holds."""
+  state, step = tiny.start(
+    model, OptimizerConfig(), mesh, accumulation=accumulation, remat="block"
+  )
+  batch = to_global(tiny.packed_batch(), mesh, RULES)
+  lowered = step.lower(state, batch)
+  # LLVM's optimiser takes half of the time and changes no collective.
+  compiled = lowered.compile({"xla_backend_optimization_level": 0})
+  leaves = jax.tree.leaves(state.model)
+  share = sum(leaf.addressable_shards[0].data.size for leaf in leaves)
+  return collectives(compiled.as_text(), mesh), share
+
+
 @pytest.mark.parametrize(
   "config",
   [MeshConfig(data=8, fsdp=1), MeshConfig(data=2, fsdp=2, tensor=2)],
@@ -172,27 +186,31 @@ def model():
 def test_one_gradient_reduction_a_step(model, config):
   """Counted in the compiled program, by size and by who talks to whom."""
   mesh = make_mesh(config)
-  state, step = tiny.start(
-    model, OptimizerConfig(), mesh, accumulation=2, remat="block"
-  )
-  batch = to_global(tiny.packed_batch(), mesh, RULES)
-  hlo = step.lower(state, batch).compile().as_text()
-  between_replicas = [op for op in collectives(hlo, mesh) if "data" in op.axes]
+  ops, share = compiled_collectives(model, mesh, accumulation=2)
+  between_replicas = [op for op in ops if "data" in op.axes]
   assert not [op for op in between_replicas if op.in_loop]
   assert {op.kind for op in between_replicas} == {"all-reduce"}
   # Each device's share of the gradient, and the sums of loss, weight, nll and
   # z_loss: once.
-  share = sum(
-    leaf.addressable_shards[0].data.size
-    for leaf in jax.tree.leaves(state.model)
-  )
   assert sum(op.num_elements for op in between_replicas) == share + 4
+  # Splitting into micro-batches moves no row to another device.
+  assert not {op.kind for op in ops} & {"all-to-all", "collective-permute"}
   if config.fsdp > 1:
     # The counter does see what is inside the loop.
-    inside = {
-      axis for op in collectives(hlo, mesh) if op.in_loop for axis in op.axes
-    }
+    inside = {axis for op in ops if op.in_loop for axis in op.axes}
     assert inside == {"fsdp", "tensor"}
+
+
+def test_chunks_of_the_loss_reduce_nothing(model):
+  """Without micro-batches, only layers reduce in a loop, each its own."""
+  mesh = make_mesh(MeshConfig(data=8, fsdp=1))
+  ops, share = compiled_collectives(model, mesh, accumulation=1)
+  in_loop = sum(op.num_elements for op in ops if op.in_loop)
+  assert in_loop == sum(x.size for x in jax.tree.leaves(model.layers)) // 2
+  # The table twice: its use as a head, and as an embedding.
+  table = model.embed.table[...].size
+  outside = sum(op.num_elements for op in ops if not op.in_loop)
+  assert outside == share - 2 * in_loop + table + 3
 
 
 def test_compiled_once_and_donated(model, caplog):
