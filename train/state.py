@@ -80,7 +80,7 @@ def init_state(
 ) -> TrainState:
   """Draws new weights; every array is born on its own devices.
 
-  The values depend on the seed alone, not on the mesh.
+  The values depend on the seed alone, not (but for rounding) on the mesh.
 
   Args:
     make_model: builds the model from its random streams.

@@ -1,6 +1,7 @@
 """The state: born where it lives, the same on every mesh, and whole."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.axes import MeshConfig, Rules
 from sharding.mesh import make_mesh
+from tests.tolerances import tolerance
 from tests.train import tiny
 from train import state as s
 from train.config import OptimizerConfig
@@ -55,7 +57,12 @@ def test_values_do_not_depend_on_the_mesh():
     for mesh in (tiny.one_device(), mesh_of(1, 8, 1), mesh_of(2, 2, 2))
   ]
   for other in others:
-    jax.tree.map(np.testing.assert_array_equal, first, other)
+    # The same random bits; XLA may round their transformation otherwise.
+    np.testing.assert_array_equal(other.rng, first.rng)
+    close = functools.partial(
+      np.testing.assert_allclose, **tolerance("elementwise")
+    )
+    jax.tree.map(close, other, first)
   other_seed = s.init_state(
     Net, RULE, seed=4, mesh=tiny.one_device(), rules=RULES
   )
