@@ -47,7 +47,8 @@ def check_batch_size(
     f"mesh.{axis}": mesh.shape[axis] for axis in mesh_axes("batch", rules)
   }
   factors |= {
-    "accumulation": accumulation, "rows per example": rows_per_example
+    "accumulation": accumulation,
+    "rows per example": rows_per_example,
   }
   unit = math.prod(factors.values())
   if global_batch_size < 1 or global_batch_size % unit:
@@ -99,6 +100,9 @@ def to_global(
   global_rows = local_rows * num_parts // len(mine)
   check_batch_size(global_rows, mesh, rules)
   placement = batch_sharding(mesh, rules)
+  if len(mine) == num_parts:
+    # Nothing to put together: one call places all fields.
+    return jax.device_put(dict(batch), placement)
   return {
     name: jax.make_array_from_process_local_data(
       placement, np.asarray(array), (global_rows, *array.shape[1:])
@@ -109,9 +113,7 @@ def to_global(
 
 def _parts(mesh: Mesh, rules: Rules) -> tuple[int, list[int]]:
   """Returns the number of parts of a batch and this process's, in order."""
-  num_parts = math.prod(
-    mesh.shape[axis] for axis in mesh_axes("batch", rules)
-  )
+  num_parts = math.prod(mesh.shape[axis] for axis in mesh_axes("batch", rules))
   placed = batch_sharding(mesh, rules).addressable_devices_indices_map(
     (num_parts,)
   )

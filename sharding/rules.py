@@ -66,9 +66,9 @@ def spec(
         )
       owner[axis] = dim
   # A tuple of one and its element mean the same; the element prints better.
-  return PartitionSpec(*(
-    axes[0] if len(axes) == 1 else axes or None for axes in entries
-  ))
+  return PartitionSpec(
+    *(axes[0] if len(axes) == 1 else axes or None for axes in entries)
+  )
 
 
 def sharding(
