@@ -181,7 +181,7 @@ def _gradient_sums(
     (total, (weight, aux)), grads = jax.value_and_grad(loss, has_aux=True)(
       model
     )
-    # XLA does not place gradients by itself: each goes where its weight is.
+    # Said, not left to XLA's propagation: each goes where its weight is.
     grads = jax.lax.with_sharding_constraint(grads, model_shardings)
     return _Sums(total, weight, aux, grads)
 
