@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from model.execution import Execution
@@ -17,7 +18,8 @@ class State(NamedTuple):
   """R rows in the middle of their answers; M tokens fit.
 
   Attributes:
-    cache: keys and values of all tokens but the newest.
+    cache: keys and values of all tokens but the newest; () where none is
+      needed.
     ids: int32 [R, M]; the newest stands at `count` - 1.
     log_probs: float32 [R, M].
     count: int32 [], tokens so far of the rows that go on.
@@ -26,7 +28,7 @@ class State(NamedTuple):
     done: bool [R].
   """
 
-  cache: KVCache
+  cache: KVCache | tuple[()]
   ids: jax.Array
   log_probs: jax.Array
   count: jax.Array
@@ -106,26 +108,56 @@ def _draw(state: State, logits_RV, rows: Rows) -> State:
   )
 
 
-@functools.partial(
-  jax.jit, static_argnames=("copies", "slots", "room", "execution")
-)
-def start(model, tokens_BT, lengths_B, rows, *, copies, slots, room, execution):
-  """Reads the prompts and draws the first token."""
-  cache, logits_BV = _prefill(
-    model, tokens_BT, lengths_B, copies=copies, slots=slots, execution=execution
+def start(
+  model, tokens_BT, lengths_B, rows, *, copies, slots, room, execution
+) -> State:
+  """Reads the prompts and draws the first token.
+
+  Args:
+    model: the weights.
+    tokens_BT: prompts, padded on the right.
+    lengths_B: tokens of each prompt; 0 for a row that is none.
+    rows: settings of the R = B x copies rows.
+    copies: rows of each prompt.
+    slots: of the cache.
+    room: tokens that fit into `State.ids`.
+    execution: how to run.
+  """
+  lengths_R = np.repeat(lengths_B, copies)
+  R = len(lengths_R)
+  cache, logits_RV = _read(
+    model,
+    tokens_BT,
+    lengths_B,
+    copies=copies,
+    slots=slots,
+    execution=execution,
   )
-  lengths_R = jnp.repeat(lengths_B, copies)
-  R = lengths_R.shape[0]
   state = State(
-    cache=cache,
-    ids=jnp.zeros((R, room), jnp.int32),
-    log_probs=jnp.zeros((R, room), jnp.float32),
-    count=jnp.int32(0),
-    counts=jnp.zeros((R,), jnp.int32),
+    cache=(),
+    ids=np.zeros((R, room), np.int32),
+    log_probs=np.zeros((R, room), np.float32),
+    count=np.int32(0),
+    counts=np.zeros((R,), np.int32),
     positions=lengths_R - 1,
     done=lengths_R == 0,
   )
-  logits_RV = jnp.repeat(logits_BV, copies, axis=0)
+  # The cache stays out: a draw is compiled once for prompts of any length.
+  state = _first(state, logits_RV, rows, execution=execution)
+  return state._replace(cache=cache)
+
+
+@functools.partial(jax.jit, static_argnames=("copies", "slots", "execution"))
+def _read(model, tokens_BT, lengths_B, *, copies, slots, execution):
+  """The cache after the prompts, and logits [R, V] of their next token."""
+  cache, logits_BV = _prefill(
+    model, tokens_BT, lengths_B, copies=copies, slots=slots, execution=execution
+  )
+  return _placed_cache(cache, execution), jnp.repeat(logits_BV, copies, axis=0)
+
+
+@functools.partial(jax.jit, static_argnames=("execution",))
+def _first(state, logits_RV, rows, *, execution):
   return _placed(_draw(state, logits_RV, rows), execution)
 
 
@@ -202,23 +234,21 @@ def search(
 
 def _placed(state: State, execution: Execution) -> State:
   """The state with fixed placements: what goes out comes in again."""
-  shard = execution.shard
-  rows = lambda x: shard(x, ("batch",) + (None,) * (x.ndim - 1))
-  heads = lambda x: shard(
+  rows = lambda x: execution.shard(x, ("batch",) + (None,) * (x.ndim - 1))
+  cache = state.cache and _placed_cache(state.cache, execution)
+  fixed = jax.tree.map(
+    lambda x: rows(x) if x.ndim else x, state._replace(cache=())
+  )
+  return fixed._replace(cache=cache, count=execution.shard(state.count, ()))
+
+
+def _placed_cache(cache: KVCache, execution: Execution) -> KVCache:
+  heads = lambda x: execution.shard(
     x, (None,) * (x.ndim - 4) + ("batch", None, "kv_heads", None)
   )
-  cache = dataclasses.replace(
-    state.cache,
-    k=jax.tree.map(heads, state.cache.k),
-    v=jax.tree.map(heads, state.cache.v),
-    positions=rows(state.cache.positions),
-  )
-  return state._replace(
-    cache=cache,
-    ids=rows(state.ids),
-    log_probs=rows(state.log_probs),
-    count=shard(state.count, ()),
-    counts=rows(state.counts),
-    positions=rows(state.positions),
-    done=rows(state.done),
+  return dataclasses.replace(
+    cache,
+    k=jax.tree.map(heads, cache.k),
+    v=jax.tree.map(heads, cache.v),
+    positions=execution.shard(cache.positions, ("batch", None)),
   )
