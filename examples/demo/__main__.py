@@ -48,25 +48,35 @@ def run(workdir: str, sizes: Sizes) -> Sequence:
   folder = _fresh(workdir)
 
   with _stage("Corpus: the standard library of this interpreter"):
-    files = corpus.source_files(limit=sizes.max_files)
-    corpus.write_jsonl(
-      folder / "corpus.jsonl",
-      ({"id": name, "text": text} for name, text in files.items()),
+    corpus.write_documents(
+      folder / "all.jsonl", corpus.source_files(sizes.max_files)
     )
-    prepared = prepare.run(configs.corpus(folder, sizes), folder / "corpus")
-    print(*prepared.reports, sep="\n")
+    documents, held_out_documents, reports = prepare.select(
+      configs.corpus(folder / "all.jsonl", sizes)
+    )
+    print(*reports, sep="\n")
+
+  with _stage("Tokenizer, and as much text as there is time for"):
+    sample = corpus.sample(
+      documents, max_chars=sizes.corpus_chars, seed=sizes.seed
+    )
+    corpus.write_documents(
+      folder / "corpus.jsonl", [*sample, *held_out_documents]
+    )
+    prepared = prepare.run(
+      configs.corpus(folder / "corpus.jsonl", sizes), folder / "corpus"
+    )
     tokenizer = prepared.tokenizer
-    train_files, held_out_files = (
-      {store.id(i): files[store.id(i)] for i in range(len(store))}
-      for store in (prepared.train, prepared.heldout)
-    )
-    corpus.check_round_trip(tokenizer, held_out_files.values())
-    print(f"{len(held_out_files)} held-out files round-trip exactly")
+    for store in (prepared.train, prepared.heldout):
+      print(
+        f"{store.path.name}: {len(store)} documents,"
+        f" {len(store.tokens):,} tokens"
+      )
+    corpus.check_round_trip(tokenizer, held_out_documents)
 
   with _stage("Questions: signature -> docstring"):
-    train, held_out = questions.split(
-      questions.extract(train_files | held_out_files),
-      held_out_files=held_out_files,
+    train, held_out = questions.unique(
+      questions.extract(documents), questions.extract(held_out_documents)
     )
     print(f"{len(train):,} to train on, {len(held_out):,} held out")
     corpus.write_jsonl(
@@ -98,16 +108,16 @@ def run(workdir: str, sizes: Sizes) -> Sequence:
   verdicts = []
 
   with _stage("Held-out text: the decoder against a 3-gram model"):
-    documents = evaluate.held_out_documents(config)
-    scores = evaluate.score(base, documents, **scoring)
+    texts = evaluate.held_out_texts(config)
+    scores = evaluate.score(base, texts, **scoring)
     print(f"perplexity {scores.perplexity:.2f}")
     verdicts.append(
       gates.better(
         "bits per byte: decoder < 3-gram of the same tokens",
-        evaluate.ngram_nats(config, documents) / np.log(2),
+        evaluate.ngram_nats(config, texts) / np.log(2),
         scores.nats / np.log(2),
         scores.bytes,
-        groups=[d.id for d in documents],
+        groups=[text.id for text in texts],
         lower_is_better=True,
       )
     )

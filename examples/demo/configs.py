@@ -37,6 +37,8 @@ class Sizes:
     pretrain_steps: updates.
     sft_steps: updates.
     dpo_epochs: passes over the pairs.
+    corpus_chars: of the documents that pretraining reads, about as much as it
+      goes through twice. All documents give questions.
     max_files: files of the corpus; None: all.
     seed: of everything.
   """
@@ -52,6 +54,7 @@ class Sizes:
   pretrain_steps: int = 1000
   sft_steps: int = 250
   dpo_epochs: int = 1
+  corpus_chars: int = 2_000_000
   max_files: int | None = None
   seed: int = 0
 
@@ -61,11 +64,11 @@ _MESH = MeshConfig(data=-1, fsdp=1)
 _OPTIMIZER = OptimizerConfig()
 
 
-def corpus(workdir: pathlib.Path, sizes: Sizes) -> PrepareConfig:
-  """Text: cleaned, without duplicates, an eighth of the files set aside."""
+def corpus(documents: pathlib.Path, sizes: Sizes) -> PrepareConfig:
+  """Text: cleaned, without duplicates, a tenth of the documents set aside."""
   return PrepareConfig(
-    sources=(Source(path=str(workdir / "corpus.jsonl")),),
-    heldout_fraction=0.125,
+    sources=(Source(path=str(documents)),),
+    heldout_fraction=0.1,
     vocab_size=sizes.vocab_size,
     seed=sizes.seed,
   )

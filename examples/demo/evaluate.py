@@ -23,7 +23,7 @@ from train.run_config import PretrainConfig
 _MAX_ANSWER = 48  # tokens
 
 
-def held_out_documents(config: PretrainConfig) -> list[Example]:
+def held_out_texts(config: PretrainConfig) -> list[Example]:
   """The held-out store of a pretraining run."""
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
   store = open_store(config.held_out.path, tokenizer)
@@ -37,14 +37,12 @@ def held_out_documents(config: PretrainConfig) -> list[Example]:
   ]
 
 
-def ngram_nats(
-  config: PretrainConfig, documents: Sequence[Example]
-) -> np.ndarray:
+def ngram_nats(config: PretrainConfig, texts: Sequence[Example]) -> np.ndarray:
   """Nats of documents under a 3-gram model of the very tokens trained on.
 
   Args:
     config: of the run; its first `num_steps` batches are read again.
-    documents: to score.
+    texts: to score.
   """
   loader = open_loader(config.data, tokenizer_lib.load(config.data.tokenizer))
   sequences = []
@@ -58,7 +56,7 @@ def ngram_nats(
       for piece in np.split(np.flatnonzero(real), starts[1:]):
         sequences.append(np.append(tokens[piece[0]], targets[piece]))
   model = NGram(sequences, vocab_size=config.model.vocab_size)
-  return np.array([-model.log_probs(d.tokens).sum() for d in documents])
+  return np.array([-model.log_probs(d.tokens).sum() for d in texts])
 
 
 def answer_examples(

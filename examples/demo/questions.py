@@ -9,9 +9,11 @@ the training and in the held-out part.
 import ast
 import collections
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+
+from data.documents import Document
 
 _MAX_CHARS = 200  # of a question and of an answer
 
@@ -44,20 +46,25 @@ class Question:
     return [{"role": "user", "content": self.prompt}]
 
 
-def extract(files: Mapping[str, str]) -> list[Question]:
-  """The questions of files (path -> source), each answer once.
+def extract(documents: Iterable[Document]) -> list[Question]:
+  """The questions of source files.
 
-  Files that this interpreter cannot parse are passed over.
+  Those that this interpreter cannot parse are passed over.
   """
   questions = []
-  for file, source in files.items():
+  for document in documents:
     try:
-      tree = ast.parse(source)
+      tree = ast.parse(document.text)
     except SyntaxError:
       continue
-    questions.extend(_functions(tree, file, ()))
-  times = collections.Counter(q.answer for q in questions)
-  return [q for q in questions if times[q.answer] == 1]
+    questions.extend(_functions(tree, document.id, ()))
+  return questions
+
+
+def unique(*parts: Sequence[Question]) -> list[list[Question]]:
+  """The same parts without the questions whose answer occurs twice in all."""
+  times = collections.Counter(q.answer for part in parts for q in part)
+  return [[q for q in part if times[q.answer] == 1] for part in parts]
 
 
 def _functions(node: ast.AST, file: str, outer: tuple) -> Iterator[Question]:
@@ -75,16 +82,6 @@ def _functions(node: ast.AST, file: str, outer: tuple) -> Iterator[Question]:
         yield Question(file, name, child.lineno, prompt, answer)
     inner = (*outer, child.name) if isinstance(child, ast.ClassDef) else outer
     yield from _functions(child, file, inner)
-
-
-def split(
-  questions: Iterable[Question], *, held_out_files: Container[str]
-) -> tuple[list[Question], list[Question]]:
-  """(train, held out): by the side of the split that the file is on."""
-  sides = [], []
-  for question in questions:
-    sides[question.file in held_out_files].append(question)
-  return sides
 
 
 def conversation(question: Question) -> dict:

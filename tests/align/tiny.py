@@ -33,13 +33,13 @@ def model(seed: int = 0) -> Transformer:
 
 
 def lines(count: int = 24) -> list[dict]:
-  """Pairs with a rule: the right answer repeats the question's word."""
+  """Pairs with a rule: the right answer is always north."""
   return [
     {
       "id": f"pair-{i}",
       "prompt": f"go {WORDS[i % 6]}",
-      "chosen": WORDS[i % 6],
-      "rejected": WORDS[(i + 1 + i // 6) % 6],
+      "chosen": "north",
+      "rejected": WORDS[1 + i % 5],
     }
     for i in range(count)
   ]
@@ -74,7 +74,7 @@ def config(folder: pathlib.Path, **changes) -> DPOConfig:
     "data": data,
     "num_steps": 6,
     "mesh": MeshConfig(data=2, fsdp=1),
-    "schedule": ScheduleConfig(kind="constant", peak=1e-2, warmup_steps=0),
+    "schedule": ScheduleConfig(kind="constant", peak=3e-3, warmup_steps=0),
     "checkpoint": CheckpointConfig(every=3),
     "monitor": MonitorConfig(log_every=1, eval_every=3, tensorboard=False),
   }

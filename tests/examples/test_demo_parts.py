@@ -6,6 +6,9 @@ import sysconfig
 import numpy as np
 import pytest
 
+from data import documents as documents_lib
+from data.config import Source
+from data.documents import Document
 from data.split import is_heldout
 from examples.demo import corpus, gates, questions
 from examples.demo.__main__ import _fresh
@@ -45,7 +48,8 @@ def same_again():
 
 @pytest.fixture(scope="module")
 def found():
-  return questions.extract({"lib/shapes.py": SOURCE, "broken.py": "def ("})
+  documents = [Document("lib/shapes.py", SOURCE), Document("a.py", "def (")]
+  return questions.unique(questions.extract(documents))[0]
 
 
 def test_prompts_and_answers(found):
@@ -70,27 +74,29 @@ def test_prompts_and_answers(found):
   ]
 
 
-def test_split_follows_the_files():
-  some = questions.extract(
-    {f"{i}.py": f'def f{i}():\n  """Returns number {i}."""' for i in range(6)}
+def functions(file, numbers):
+  """Questions whose answers are these numbers."""
+  code = [f'def f{n}():\n  """Gives number {n:03}."""' for n in numbers]
+  return questions.extract([Document(file, "\n".join(code))])
+
+
+def test_no_answer_is_on_both_sides():
+  train, held_out = questions.unique(
+    functions("a.py", [1, 2, 3, 3]), functions("b.py", [2, 4])
   )
-  train, held_out = questions.split(some, held_out_files={"1.py", "4.py"})
-  assert [q.file for q in held_out] == ["1.py", "4.py"]
-  assert [q.file for q in train] == ["0.py", "2.py", "3.py", "5.py"]
-  line = json.loads(json.dumps(questions.conversation(held_out[0])))
+  assert [q.answer for q in train] == ["Gives number 001."]
+  assert [q.answer for q in held_out] == ["Gives number 004."]
+
+
+def test_conversation():
+  line = json.loads(json.dumps(questions.conversation(*functions("a.py", [1]))))
   assert [m["role"] for m in line["messages"]] == ["user", "assistant"]
-  assert line["messages"][1]["content"] == "Returns number 1."
+  assert line["messages"][1]["content"] == "Gives number 001."
 
 
 @pytest.mark.parametrize("count", [2, 3, 50])
 def test_pairs_prefer_and_reject_each_answer_once(count):
-  some = questions.extract(
-    {
-      "a.py": "\n".join(
-        f'def f{i}():\n  """Gives number {i:03}."""' for i in range(count)
-      )
-    }
-  )
+  some = functions("a.py", range(count))
   pairs = questions.pairs(some, seed=1)
   assert [p["id"] for p in pairs] == [q.id for q in some]
   answers = [q.answer for q in some]
@@ -101,24 +107,33 @@ def test_pairs_prefer_and_reject_each_answer_once(count):
 
 
 def test_the_standard_library_is_there():
-  files = corpus.source_files()
-  assert {"json/decoder.py", "typing.py"} <= files.keys()
-  assert not any("test" in name.split("/") for name in files)
+  documents = list(corpus.source_files())
+  ids = [d.id for d in documents]
+  assert {"json/decoder.py", "typing.py"} <= set(ids)
+  assert not any("test" in name.split("/") for name in ids)
+  assert ids == sorted(ids, key=lambda name: name.split("/"))
   root = sysconfig.get_path("stdlib")
   with open(f"{root}/typing.py", encoding="utf-8") as file:
-    assert files["typing.py"] == file.read()
-  assert list(files) == sorted(files, key=lambda name: name.split("/"))
-  assert len(corpus.source_files(limit=7)) == 7
-
-
-def test_enough_is_held_out():
-  # The bootstrap resamples held-out files: of them there must be dozens.
-  held_out = [
-    name
-    for name in corpus.source_files()
-    if is_heldout(name, fraction=0.125, seed=0)
-  ]
+    assert documents[ids.index("typing.py")].text == file.read()
+  assert list(corpus.source_files(limit=7)) == documents[:7]
+  # The bootstrap resamples held-out documents: there must be dozens.
+  held_out = [i for i in ids if is_heldout(i, fraction=0.1, seed=0)]
   assert len(held_out) > 30
+
+
+def test_sample_fits():
+  documents = [Document(str(i), "x" * n) for i, n in enumerate([50] * 20)]
+  chosen = corpus.sample(documents, max_chars=520, seed=0)
+  assert len(chosen) == len({d.id for d in chosen}) == 10
+  assert chosen == corpus.sample(documents, max_chars=520, seed=0)
+  assert chosen != corpus.sample(documents, max_chars=520, seed=1)
+
+
+def test_documents_come_back(tmp_path):
+  documents = [Document("a/b.py", "é\n\t\u2028x"), Document("c.py", "y")]
+  corpus.write_documents(tmp_path / "d.jsonl", documents)
+  source = Source(path=str(tmp_path / "d.jsonl"))
+  assert list(documents_lib.read(source)) == documents
 
 
 def one_gate(baseline, ours, **changes):
