@@ -14,9 +14,7 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 import dataclasses
 
 import jax
-from flax import nnx
 
-from model.transformer import Transformer
 from sharding.axes import MeshConfig
 from sharding.mesh import make_mesh
 from tests.train import tiny
@@ -49,7 +47,7 @@ def main(group: str):
   jax.config.update("jax_num_cpu_devices", 8)
   jax.config.update("jax_numpy_rank_promotion", "raise")
   config, cells = GROUPS[group]
-  model = Transformer(config, rngs=nnx.Rngs(7))
+  model = tiny.random_model(config)
   names = ["adamw"] if group == "dropout" else ["sgd", "adamw"]
   for name in names:
     # The plainest form: no mesh, no micro-batches, nothing recomputed.

@@ -57,15 +57,6 @@ def gradient(policy: str, num_layers: int):
   return lowered.compile({"xla_backend_optimization_level": 0})
 
 
-@functools.cache
-def random_model() -> Transformer:
-  """Sixteen layers whose weights are drawn by numpy: JAX would compile."""
-  rng = np.random.default_rng(0)
-  draw = lambda x: rng.normal(0.0, 0.3, x.shape).astype(np.float32)
-  model = jax.eval_shape(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)))
-  return jax.tree.map(draw, model)
-
-
 def temporary(policy: str, num_layers: int) -> int:
   """Bytes that live during the step and not after it."""
   compiled = gradient(policy, num_layers)
@@ -107,7 +98,7 @@ def test_what_is_kept_falls_from_policy_to_policy():
   "policy", [name for name in POLICIES if name != "none"]
 )
 def test_values_do_not_depend_on_the_policy(policy):
-  model = random_model()
+  model = tiny.random_model(CONFIG)
   batch = tiny.packed_batch(rows=B, length=T, vocab=40)
   ours = gradient(policy, 16)(model, batch)
   theirs = gradient("none", 16)(model, batch)

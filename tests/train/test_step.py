@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from model.execution import Execution
-from model.transformer import Transformer
 from sharding.arrays import to_global
 from sharding.axes import MeshConfig, Rules
 from sharding.mesh import make_mesh
@@ -161,7 +160,7 @@ def test_aux_must_not_hide_a_metric():
 @pytest.fixture(scope="module")
 def model():
   config = dataclasses.replace(tiny.GQA, num_layers=2)
-  return jax.jit(lambda: Transformer(config, rngs=nnx.Rngs(0)))()
+  return tiny.random_model(config)
 
 
 def compiled_collectives(model, mesh, accumulation):
