@@ -36,7 +36,7 @@ class Sizes:
     batch_size: rows a step, of pretraining.
     pretrain_steps: updates.
     sft_steps: updates.
-    dpo_epochs: passes over the pairs.
+    dpo_steps: updates.
     corpus_chars: of the documents that pretraining reads, about as much as it
       goes through twice. All documents give questions.
     max_files: files of the corpus; None: all.
@@ -49,11 +49,11 @@ class Sizes:
   head_dim: int = 32
   mlp_dim: int = 448
   seq_len: int = 256
-  pair_len: int = 128
+  pair_len: int = 64
   batch_size: int = 4
   pretrain_steps: int = 1000
   sft_steps: int = 250
-  dpo_epochs: int = 1
+  dpo_steps: int = 300
   corpus_chars: int = 2_000_000
   max_files: int | None = None
   seed: int = 0
@@ -157,7 +157,7 @@ def dpo(workdir: pathlib.Path, sizes: Sizes) -> DPOConfig:
       global_batch_size=2 * sizes.batch_size,
       seed=sizes.seed,
     ),
-    num_epochs=sizes.dpo_epochs,
+    num_steps=sizes.dpo_steps,
     mesh=_MESH,
     schedule=ScheduleConfig(kind="linear", peak=5e-4, final_ratio=0.0),
     optimizer=_OPTIMIZER,

@@ -45,7 +45,9 @@ def ngram_nats(config: PretrainConfig, texts: Sequence[Example]) -> np.ndarray:
     texts: to score.
   """
   loader = open_loader(config.data, tokenizer_lib.load(config.data.tokenizer))
-  sequences = []
+  # Read twice, a text still counts once: smoothing goes by how often things
+  # occur in the language, not in the epochs.
+  sequences = {}
   for step in range(config.num_steps):
     batch, _ = loader.batch(step)
     for tokens, targets, segments in zip(
@@ -54,8 +56,9 @@ def ngram_nats(config: PretrainConfig, texts: Sequence[Example]) -> np.ndarray:
       real = segments > 0
       starts = np.flatnonzero(np.diff(segments[real], prepend=0))
       for piece in np.split(np.flatnonzero(real), starts[1:]):
-        sequences.append(np.append(tokens[piece[0]], targets[piece]))
-  model = NGram(sequences, vocab_size=config.model.vocab_size)
+        sequence = np.append(tokens[piece[0]], targets[piece])
+        sequences[sequence.tobytes()] = sequence
+  model = NGram(list(sequences.values()), vocab_size=config.model.vocab_size)
   return np.array([-model.log_probs(d.tokens).sum() for d in texts])
 
 
