@@ -8,7 +8,7 @@ from examples.demo.questions import Question
 from serve.generate import Completion
 from train import report
 
-_SHOWN = 15  # questions
+_SHOWN = 5  # questions
 
 
 def write(
