@@ -17,6 +17,7 @@ SIZES = Sizes(
   batch_size=8,
   pretrain_steps=30,
   sft_steps=20,
+  dpo_steps=20,
   max_files=80,
   corpus_chars=200_000,
 )
