@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from examples.demo import configs
 from examples.demo.configs import Sizes
 
+_NEGATIVES = 4  # wrong answers to each held-out question
 _MARK = ".demo"  # A folder with this file in it may be replaced.
 
 
@@ -127,19 +128,23 @@ def run(workdir: str, sizes: Sizes) -> Sequence:
     right = evaluate.answer_examples(
       held_out, [q.answer for q in held_out], tokenizer, template
     )
-    wrong = evaluate.answer_examples(
-      held_out,
-      [p["rejected"] for p in questions.pairs(held_out, seed=sizes.seed)],
-      tokenizer,
-      template,
-    )
-    right_scores, wrong_scores = (
-      [
-        evaluate.score(m, examples, **scoring)
-        for m in (base, tuned, preferring)
-      ]
-      for examples in (right, wrong)
-    )
+    # One wrong answer a question is a coin toss; several tell more.
+    wrong = [
+      evaluate.answer_examples(
+        held_out,
+        [p["rejected"] for p in questions.pairs(held_out, seed=seed)],
+        tokenizer,
+        template,
+      )
+      for seed in range(sizes.seed, sizes.seed + _NEGATIVES)
+    ]
+    right_scores = [
+      evaluate.score(m, right, **scoring) for m in (base, tuned, preferring)
+    ]
+    wrong_scores = [
+      [evaluate.score(m, some, **scoring) for m in (tuned, preferring)]
+      for some in wrong
+    ]
     completions = [
       evaluate.answer(m, held_out, tokenizer, template, execution)
       for m in (base, tuned, preferring)
@@ -151,8 +156,18 @@ def run(workdir: str, sizes: Sizes) -> Sequence:
     ones = np.ones(len(held_out))
     # The SFT model ranks a pair by log-probability a token; the DPO model by
     # its implicit reward, which the SFT model is the origin of.
-    by_length = [-s[1].nats / s[1].tokens for s in (right_scores, wrong_scores)]
-    reward = [s[1].nats - s[2].nats for s in (right_scores, wrong_scores)]
+    by_length = lambda of: -of.nats / of.tokens
+    reward = lambda sft, dpo: sft.nats - dpo.nats
+    sft_wins = np.mean(
+      [
+        wins(by_length(right_scores[1]) - by_length(s[0])) for s in wrong_scores
+      ],
+      axis=0,
+    )
+    dpo_wins = np.mean(
+      [wins(reward(*right_scores[1:]) - reward(*s)) for s in wrong_scores],
+      axis=0,
+    )
     stopped = [c.finish_reason == "stop" for c in completions[1]]
     verdicts += [
       gates.better(
@@ -172,8 +187,8 @@ def run(workdir: str, sizes: Sizes) -> Sequence:
       ),
       gates.better(
         "preference accuracy: DPO > SFT by log-probability a token",
-        wins(by_length[0] - by_length[1]),
-        wins(reward[0] - reward[1]),
+        sft_wins,
+        dpo_wins,
         ones,
         groups=sources,
         lower_is_better=False,

@@ -51,10 +51,10 @@ class Sizes:
   seq_len: int = 256
   pair_len: int = 64
   batch_size: int = 4
-  pretrain_steps: int = 1000
+  pretrain_steps: int = 700
   sft_steps: int = 250
-  dpo_steps: int = 300
-  corpus_chars: int = 2_000_000
+  dpo_steps: int = 400
+  corpus_chars: int = 1_400_000
   max_files: int | None = None
   seed: int = 0
 
@@ -111,7 +111,7 @@ def pretrain(workdir: pathlib.Path, sizes: Sizes) -> PretrainConfig:
     ),
     num_steps=sizes.pretrain_steps,
     held_out=HeldOutConfig(
-      path=str(data / "heldout"), global_batch_size=16, num_batches=8
+      path=str(data / "heldout"), global_batch_size=16, num_batches=4
     ),
     mesh=_MESH,
     schedule=ScheduleConfig(

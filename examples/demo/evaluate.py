@@ -20,7 +20,7 @@ from serve.generate import Completion, generate
 from serve.weights import for_decoding
 from train.run_config import PretrainConfig
 
-_MAX_ANSWER = 48  # tokens
+_MAX_ANSWER = 32  # tokens
 
 
 def held_out_texts(config: PretrainConfig) -> list[Example]:

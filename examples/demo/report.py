@@ -52,7 +52,7 @@ def write(
           (question.prompt, question.answer, *(c.text for c in some))
           for question, *some in shown
         ],
-        note="The likeliest token at each step, at most 48 of them.",
+        note="The likeliest token at each step, at most 32 of them.",
       ),
     ],
   )
