@@ -53,7 +53,7 @@ class Sizes:
   batch_size: int = 4
   pretrain_steps: int = 700
   sft_steps: int = 250
-  dpo_steps: int = 400
+  dpo_steps: int = 300
   corpus_chars: int = 1_400_000
   max_files: int | None = None
   seed: int = 0
