@@ -18,7 +18,7 @@ export JAX_PLATFORMS
 help: ## shows this
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: .venv/.has-demo ## raw text -> tuned model, at most 6 minutes on 2 cores
+demo: .venv/.has-demo ## raw text -> tuned model
 	$(BIN)/python -m examples.demo
 
 chat: .venv/.has-smollm2 ## talks to SmolLM2-135M-Instruct
