@@ -1,6 +1,6 @@
 """DPO: preferences without a reward model (arXiv:2305.18290).
 
-  python -m align.dpo --config=configs/dpo_tiny.py --workdir=DIR
+  python -m align.dpo --config=FILE.py --workdir=DIR
 
 A run that was stopped continues when it is started again with the same
 workdir. `run` is the same for notebooks.
