@@ -63,7 +63,7 @@ def contest(shape: str, dtype: str, batch: int, options) -> dict:
   start = lambda name, **kw: turns.Contestant(
     f"benchmarks.contestants.{name}",
     *case,
-    env={"JAX_PLATFORMS": "cpu"},
+    env={"JAX_PLATFORMS": "cpu"} | turns.HUGE_PAGES,
     **kw,
   )
   copies = _Copies()

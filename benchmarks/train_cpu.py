@@ -23,7 +23,7 @@ from benchmarks.shapes import SHAPES
 def contest(shape: str, dtype: str, options: argparse.Namespace) -> dict:
   """Runs one case."""
   case = ("--shape", shape, "--dtype", dtype)
-  cpu = {"JAX_PLATFORMS": "cpu"}
+  cpu = {"JAX_PLATFORMS": "cpu"} | turns.HUGE_PAGES
   start = lambda name, *args, **kw: turns.Contestant(
     f"benchmarks.contestants.{name}", *case, *args, env=cpu, **kw
   )

@@ -14,6 +14,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+# glibc then backs large blocks with huge pages and keeps those that were
+# freed: a step's buffers are otherwise faulted in anew at every step.
+HUGE_PAGES = {
+  "GLIBC_TUNABLES": ":".join(
+    (
+      "glibc.malloc.hugetlb=1",
+      "glibc.malloc.mmap_max=0",
+      "glibc.malloc.trim_threshold=100000000000",
+    )
+  )
+}
+
 
 def serve(step: Callable[[], float | None], **facts) -> None:
   """The contestant's side: takes `step` as often as it is told.

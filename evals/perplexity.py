@@ -1,6 +1,7 @@
 """Nats, tokens and bytes of documents under a model, document by document."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -75,24 +76,11 @@ def score(
     num_epochs=1,
   )
 
-  @jax.jit
-  def log_probs(model, batch):
-    hidden_BTD = model(
-      batch["tokens"],
-      positions=batch["positions"],
-      segment_ids=batch["segment_ids"],
-      execution=execution,
-    )
-    log_probs_BT = token_log_probs(
-      model, hidden_BTD, batch["targets"], execution=execution
-    )
-    return log_probs_BT * batch["loss_weights"]
-
   nats = np.zeros(len(examples))
   tokens = np.zeros(len(examples), np.int64)
   for _, batch, ids in loader.iterate():
     placed = to_global(batch, execution.mesh, execution.rules)
-    values_BT = np.asarray(log_probs(model, placed), np.float64)
+    values_BT = np.asarray(_log_probs(model, placed, execution), np.float64)
     for row, window_ids in enumerate(ids):
       # Segment s of the row is the s-th window in it; segment 0 is padding.
       segment = batch["segment_ids"][row]
@@ -102,6 +90,22 @@ def score(
       counts = batch["loss_weights"][row, real].astype(np.int64)
       np.add.at(tokens, owner, counts)
   return Scores(nats, tokens, np.array([e.num_bytes for e in examples]))
+
+
+# Not inside `score`: there each call would compile it again.
+@functools.partial(jax.jit, static_argnames="execution")
+def _log_probs(model, batch, execution):
+  """Log-probability of each target that counts, [B, T]; 0 elsewhere."""
+  hidden_BTD = model(
+    batch["tokens"],
+    positions=batch["positions"],
+    segment_ids=batch["segment_ids"],
+    execution=execution,
+  )
+  log_probs_BT = token_log_probs(
+    model, hidden_BTD, batch["targets"], execution=execution
+  )
+  return log_probs_BT * batch["loss_weights"]
 
 
 def _windows(example: Example, seq_len: int) -> Iterator[Example]:

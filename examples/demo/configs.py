@@ -17,6 +17,7 @@ from train.config import (
   MonitorConfig,
   OptimizerConfig,
   ScheduleConfig,
+  StepConfig,
 )
 from train.run_config import HeldOutConfig, PretrainConfig, SFTConfig
 
@@ -51,10 +52,10 @@ class Sizes:
   seq_len: int = 256
   pair_len: int = 64
   batch_size: int = 4
-  pretrain_steps: int = 700
+  pretrain_steps: int = 900
   sft_steps: int = 250
-  dpo_steps: int = 300
-  corpus_chars: int = 1_400_000
+  dpo_steps: int = 450
+  corpus_chars: int = 1_800_000
   max_files: int | None = None
   seed: int = 0
 
@@ -114,6 +115,7 @@ def pretrain(workdir: pathlib.Path, sizes: Sizes) -> PretrainConfig:
       path=str(data / "heldout"), global_batch_size=16, num_batches=4
     ),
     mesh=_MESH,
+    step=StepConfig(unroll=sizes.num_layers),
     schedule=ScheduleConfig(
       kind="wsd", peak=5e-3, decay_fraction=0.4, final_ratio=0.0
     ),
@@ -138,6 +140,7 @@ def sft(workdir: pathlib.Path, sizes: Sizes) -> SFTConfig:
     ),
     num_steps=sizes.sft_steps,
     mesh=_MESH,
+    step=StepConfig(unroll=sizes.num_layers),
     schedule=ScheduleConfig(kind="linear", peak=2e-3, final_ratio=0.0),
     optimizer=_OPTIMIZER,
     checkpoint=CheckpointConfig(every=sizes.sft_steps),
@@ -157,10 +160,14 @@ def dpo(workdir: pathlib.Path, sizes: Sizes) -> DPOConfig:
       global_batch_size=2 * sizes.batch_size,
       seed=sizes.seed,
     ),
+    beta=0.3,
     num_steps=sizes.dpo_steps,
+    reference="live",  # Not every pair comes up.
     mesh=_MESH,
+    step=StepConfig(unroll=sizes.num_layers),
     schedule=ScheduleConfig(kind="linear", peak=5e-4, final_ratio=0.0),
     optimizer=_OPTIMIZER,
     checkpoint=CheckpointConfig(every=100_000),
+    monitor=MonitorConfig(eval_every=max(1, sizes.dpo_steps // 3)),
     seed=sizes.seed,
   )
