@@ -11,6 +11,12 @@ JAX_PLATFORMS ?= $(shell grep -qsE '0x1ae0|0x10de' \
   /sys/bus/pci/devices/*/vendor || echo cpu)
 export JAX_PLATFORMS
 
+# A step's buffers are freed after it and faulted in anew by the next one, page
+# by page. These settings of glibc keep them, in huge pages: a third faster.
+M := glibc.malloc
+GLIBC_TUNABLES ?= $M.hugetlb=1:$M.mmap_max=0:$M.trim_threshold=10000000000
+export GLIBC_TUNABLES
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo chat test test-slow test-oracle lint bench

@@ -21,7 +21,7 @@ HUGE_PAGES = {
     (
       "glibc.malloc.hugetlb=1",
       "glibc.malloc.mmap_max=0",
-      "glibc.malloc.trim_threshold=100000000000",
+      "glibc.malloc.trim_threshold=10000000000",
     )
   )
 }

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from examples.demo import configs
 from examples.demo.configs import Sizes
 
+_SHOWN = 5  # held-out questions in the report
 _NEGATIVES = 4  # wrong answers to each held-out question
 _MARK = ".demo"  # A folder with this file in it may be replaced.
 
@@ -145,13 +146,13 @@ def run(workdir: str, sizes: Sizes) -> Sequence:
       [evaluate.score(m, some, **scoring) for m in (tuned, preferring)]
       for some in wrong
     ]
-    completions = [
-      evaluate.answer(m, held_out, tokenizer, template, execution)
-      for m in (base, tuned, preferring)
-    ]
+    ask = lambda model, some: evaluate.answer(
+      model, some, tokenizer, template, execution
+    )
+    answers = [ask(model, held_out) for model in (base, tuned)]
     chrf = [
       sentence_chrf([c.text for c in some], [q.answer for q in held_out])
-      for some in completions[:2]
+      for some in answers
     ]
     ones = np.ones(len(held_out))
     # The SFT model ranks a pair by log-probability a token; the DPO model by
@@ -168,7 +169,7 @@ def run(workdir: str, sizes: Sizes) -> Sequence:
       [wins(reward(*right_scores[1:]) - reward(*s)) for s in wrong_scores],
       axis=0,
     )
-    stopped = [c.finish_reason == "stop" for c in completions[1]]
+    stopped = [c.finish_reason == "stop" for c in answers[1]]
     verdicts += [
       gates.better(
         "nats per answer token: SFT < base",
@@ -198,7 +199,15 @@ def run(workdir: str, sizes: Sizes) -> Sequence:
       ),
     ]
 
-  report.write(folder, held_out, completions, verdicts)
+    step = max(1, len(held_out) // _SHOWN)
+    shown = slice(0, _SHOWN * step, step)
+    questions_shown = held_out[shown]
+    completions = [
+      *(some[shown] for some in answers),
+      ask(preferring, questions_shown),
+    ]
+
+  report.write(folder, questions_shown, completions, verdicts)
   return verdicts
 
 

@@ -53,7 +53,7 @@ class Sizes:
   pair_len: int = 64
   batch_size: int = 4
   pretrain_steps: int = 900
-  sft_steps: int = 250
+  sft_steps: int = 450
   dpo_steps: int = 450
   corpus_chars: int = 1_800_000
   max_files: int | None = None
@@ -141,7 +141,7 @@ def sft(workdir: pathlib.Path, sizes: Sizes) -> SFTConfig:
     num_steps=sizes.sft_steps,
     mesh=_MESH,
     step=StepConfig(unroll=sizes.num_layers),
-    schedule=ScheduleConfig(kind="linear", peak=2e-3, final_ratio=0.0),
+    schedule=ScheduleConfig(kind="linear", peak=5e-3, final_ratio=0.0),
     optimizer=_OPTIMIZER,
     checkpoint=CheckpointConfig(every=sizes.sft_steps),
     seed=sizes.seed,

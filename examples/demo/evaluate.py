@@ -20,6 +20,7 @@ from serve.generate import Completion, generate
 from train.run_config import PretrainConfig
 
 _MAX_ANSWER = 32  # tokens
+_BEAMS = 3
 _ROWS = 64  # answered together
 
 
@@ -97,11 +98,14 @@ def answer(
   template: ChatTemplate,
   execution: Execution,
 ) -> list[Completion]:
-  """The likeliest answer, token by token."""
+  """The likeliest answers that a beam search finds."""
   stop = tokenizer.special_tokens["<|end|>"]
   prompts = [template.encode_prompt(tokenizer, q.messages) for q in questions]
   sampling = Sampling(
-    max_new_tokens=_MAX_ANSWER, temperature=0.0, stop_ids=(stop,)
+    max_new_tokens=_MAX_ANSWER,
+    num_beams=_BEAMS,
+    temperature=0.0,
+    stop_ids=(stop,),
   )
   # Of like length together: short prompts do not wait for long ones.
   order = np.argsort([len(prompt) for prompt in prompts], kind="stable")

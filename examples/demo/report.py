@@ -8,8 +8,6 @@ from examples.demo.questions import Question
 from serve.generate import Completion
 from train import report
 
-_SHOWN = 5  # questions
-
 
 def write(
   folder: pathlib.Path,
@@ -21,12 +19,10 @@ def write(
 
   Args:
     folder: of the demo; has the run folders.
-    questions: held out.
+    questions: those to show.
     completions: of the base, SFT and DPO model, one a question.
     verdicts: what was to be shown.
   """
-  step = max(1, len(questions) // _SHOWN)
-  shown = list(zip(questions, *completions, strict=True))[::step][:_SHOWN]
   report.write(
     folder / "report.html",
     [
@@ -50,9 +46,9 @@ def write(
         columns=("question", "the docstring", "base", "SFT", "DPO"),
         rows=[
           (question.prompt, question.answer, *(c.text for c in some))
-          for question, *some in shown
+          for question, *some in zip(questions, *completions, strict=True)
         ],
-        note="The likeliest token at each step, at most 32 of them.",
+        note="The likeliest that a beam search finds, at most 32 tokens.",
       ),
     ],
   )
