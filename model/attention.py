@@ -88,9 +88,10 @@ class Attention(nnx.Module):
       The output [B, T, D], and the `new` that `cache` gave (None without).
     """
     config, shard = self.config, execution.shard
-    q = shard(self.q(x_BTD, execution), ("batch", "seq", "heads", None))
-    k = shard(self.k(x_BTD, execution), ("batch", "seq", "kv_heads", None))
-    v = shard(self.v(x_BTD, execution), ("batch", "seq", "kv_heads", None))
+    q, k, v = self._project(x_BTD, execution)
+    q = shard(q, ("batch", "seq", "heads", None))
+    k = shard(k, ("batch", "seq", "kv_heads", None))
+    v = shard(v, ("batch", "seq", "kv_heads", None))
     if config.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     if view.angles:
@@ -126,6 +127,14 @@ class Attention(nnx.Module):
     y = shard(y, ("batch", "seq", "heads", None))
     return self.out(y, execution), new
 
+  def _project(self, x_BTD: jax.Array, execution: Execution):
+    """Queries, keys and values."""
+    if not hasattr(self, "qkv"):
+      return [linear(x_BTD, execution) for linear in (self.q, self.k, self.v)]
+    # The form for decoding on a CPU, see `serve.weights`.
+    N, K = self.config.num_heads, self.config.num_kv_heads
+    return jnp.split(self.qkv(x_BTD, execution), [N, N + K], axis=2)
+
 
 def _pick(choices: tuple, index: int | jax.Array):
   """One of several equal trees of arrays; the index may be traced."""
@@ -137,16 +146,10 @@ def _pick(choices: tuple, index: int | jax.Array):
 def _rows(view: View) -> dict[str, jax.Array]:
   """The arguments of `flash_attention` that say who may see whom."""
   if view.cached is not None:
-    # A filled slot is visible to every query of its row that is not padding.
-    filled = (view.cached >= 0).astype(jnp.int32)
-    segments = view.segment_ids
-    real = jnp.ones_like(view.positions) if segments is None else segments != 0
-    return dict(
-      q_positions=view.positions,
-      k_positions=view.cached,
-      q_segment_ids=real.astype(jnp.int32),
-      k_segment_ids=filled,
-    )
+    # An empty slot stands after every query. It holds no NaN, so that the
+    # cache need not be copied to blank it.
+    keys = jnp.where(view.cached < 0, jnp.iinfo(jnp.int32).max, view.cached)
+    return dict(q_positions=view.positions, k_positions=keys)
   if view.segment_ids is None:
     return {}
   return dict(q_segment_ids=view.segment_ids, k_segment_ids=view.segment_ids)

@@ -15,8 +15,8 @@ class KVCache:
   """A slot a position: the token at position p of a row stands in slot p.
 
   Attributes:
-    k: [L, B, S, K, H], or a tuple of L arrays [B, S, K, H] for a model whose
-      layers are a list.
+    k: [L, B, K, S, H], or a tuple of L arrays [B, K, S, H] for a model whose
+      layers are a list. Attention of a new token reads it as it lies.
     v: as `k`.
     positions: int32 [B, S], the position held by each slot; -1: empty.
   """
@@ -41,7 +41,7 @@ class KVCache:
         f"a cache of {length} slots is longer than"
         f" model.max_positions={config.max_positions}"
       )
-    shape = (batch, length, config.num_kv_heads, config.head_dim)
+    shape = (batch, config.num_kv_heads, length, config.head_dim)
     L = config.num_layers
     if stacked:
       empty = lambda: jnp.zeros((L, *shape), dtype)
@@ -84,7 +84,7 @@ class KVCache:
       [(0, more if i == axis else 0) for i in range(x.ndim)],
       constant_values=fill,
     )
-    slots = lambda x: pad(x, x.ndim - 3, 0)
+    slots = lambda x: pad(x, x.ndim - 2, 0)
     return type(self)(
       k=jax.tree.map(slots, self.k),
       v=jax.tree.map(slots, self.v),
@@ -101,15 +101,30 @@ class KVCache:
     )
 
 
-def write(cache_BSKH: jax.Array, slots_BT: jax.Array, x_BTKH: jax.Array):
+def write(cache_BKSH: jax.Array, slots_BT: jax.Array, x_BTKH: jax.Array):
   """The cache of one layer with `x` in its slots."""
-  rows = jnp.arange(cache_BSKH.shape[0])[:, None]
-  x = x_BTKH.astype(cache_BSKH.dtype)
-  return cache_BSKH.at[rows, slots_BT].set(x, mode="drop")
+  index = _index(cache_BKSH.shape[:2], slots_BT)
+  x = x_BTKH.astype(cache_BKSH.dtype)
+  return cache_BKSH.at[index].set(x, mode="drop")
 
 
 def write_layer(cache, layer, slots_BT: jax.Array, x_BTKH: jax.Array):
-  """The stacked cache [L, B, S, K, H] with `x` in the slots of one layer."""
-  rows = jnp.arange(cache.shape[1])[:, None]
+  """The stacked cache [L, B, K, S, H] with `x` in the slots of one layer."""
+  index = _index(cache.shape[1:3], slots_BT)
   x = x_BTKH.astype(cache.dtype)
-  return cache.at[layer, rows, slots_BT].set(x, mode="drop")
+  return cache.at[layer, *index].set(x, mode="drop")
+
+
+def write_positions(
+  cached_BS: jax.Array, slots_BT: jax.Array, positions_BT: jax.Array
+):
+  """The position in each slot, once these tokens are there."""
+  rows = jnp.arange(len(cached_BS))[:, None]
+  return cached_BS.at[rows, slots_BT].set(positions_BT, mode="drop")
+
+
+def _index(size: tuple[int, int], slots_BT: jax.Array) -> tuple:
+  """Row, head and slot of values [B, T, K, H]; `size` is (B, K)."""
+  B, K = size
+  rows, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, None]
+  return rows, heads, slots_BT[..., None]

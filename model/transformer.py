@@ -14,7 +14,7 @@ from model.block import Block
 from model.config import ModelConfig
 from model.dropout import dropout, fold
 from model.execution import Execution
-from model.kv_cache import KVCache, write, write_layer
+from model.kv_cache import KVCache, write, write_layer, write_positions
 from model.linear import Linear
 from model.norms import Norm
 from model.precision import einsum
@@ -106,7 +106,7 @@ class Transformer(nnx.Module):
     view = View(angles=self._angles(positions), segment_ids=segment_ids)
     if cache is not None:
       slots = cache.slots(positions, segment_ids)
-      cached = write(cache.positions, slots, positions)
+      cached = write_positions(cache.positions, slots, positions)
       view = view._replace(positions=positions, slots=slots, cached=cached)
 
     x = self.embed(tokens_BT, execution) * config.embed_scale
@@ -227,7 +227,7 @@ def _stacked(kv, layer, slots_BT):
   def store(k_BTKH, v_BTKH):
     k = write_layer(kv[0], layer, slots_BT, k_BTKH)
     v = write_layer(kv[1], layer, slots_BT, v_BTKH)
-    return k[layer], v[layer], (k, v)
+    return _seen(k[layer]), _seen(v[layer]), (k, v)
 
   return store
 
@@ -237,6 +237,11 @@ def _single(kv, slots_BT):
 
   def store(k_BTKH, v_BTKH):
     k, v = write(kv[0], slots_BT, k_BTKH), write(kv[1], slots_BT, v_BTKH)
-    return k, v, (k, v)
+    return _seen(k), _seen(v), (k, v)
 
   return store
+
+
+def _seen(x_BKSH: jax.Array) -> jax.Array:
+  """A cache as attention takes it, [B, S, K, H]; compilers move no data."""
+  return jnp.swapaxes(x_BKSH, 1, 2)

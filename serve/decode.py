@@ -244,7 +244,7 @@ def _placed(state: State, execution: Execution) -> State:
 
 def _placed_cache(cache: KVCache, execution: Execution) -> KVCache:
   heads = lambda x: execution.shard(
-    x, (None,) * (x.ndim - 4) + ("batch", None, "kv_heads", None)
+    x, (None,) * (x.ndim - 4) + ("batch", "kv_heads", None, None)
   )
   return dataclasses.replace(
     cache,

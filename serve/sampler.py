@@ -96,11 +96,26 @@ def sample(
     noise_BV = jax.vmap(noise)(keys_B)
     return jnp.argmax(truncate(logits_BV, knobs) + noise_BV, axis=1)
 
-  greedy_B = jnp.argmax(logits_BV, axis=1)
+  greedy_B = _argmax(logits_BV)
   draws = knobs.temperature > 0.0
   drawn_B = jax.lax.cond(draws.any(), draw, lambda: greedy_B)
   tokens_B = jnp.where(draws, drawn_B, greedy_B).astype(jnp.int32)
   return tokens_B, chosen_log_probs(logits_BV, tokens_B)
+
+
+def _argmax(logits_BV: jax.Array) -> jax.Array:
+  """The first largest logit of each row, int32 [B].
+
+  By blocks: on a CPU a maximum is ten times as fast as an argmax.
+  """
+  B, V = logits_BV.shape
+  size = 128
+  fill = ((0, 0), (0, -V % size))
+  blocks = jnp.pad(logits_BV, fill, constant_values=-jnp.inf)
+  blocks = blocks.reshape(B, -1, size)
+  block_B = jnp.argmax(blocks.max(axis=2), axis=1)
+  best = jnp.take_along_axis(blocks, block_B[:, None, None], axis=1)[:, 0]
+  return (block_B * size + jnp.argmax(best, axis=1)).astype(jnp.int32)
 
 
 def chosen_log_probs(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:

@@ -1,7 +1,4 @@
-"""The form of a model's weights that decodes fastest."""
-
-import itertools
-import os
+"""The form of a model's weights that decodes fastest on a CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -12,44 +9,17 @@ from model.linear import Linear
 from model.transformer import Transformer
 
 
-class Split(nnx.Module):
-  """A `Linear` cut along its first output dim into parts.
-
-  XLA runs a product of one row with a matrix on one CPU core, and products
-  that do not wait for each other on several: two parts read the weights at
-  twice the speed.
-  """
-
-  def __init__(self, linear: Linear, num_parts: int):
-    """Copies the weights of `linear` into `num_parts` pieces at most."""
-    inputs, out = linear.equation.split("->")
-    w_dims = inputs.split(",")[1]
-    letter = next(letter for letter in out if letter in w_dims)
-    # Counted from the end the dim is the same in `w` and `b`.
-    dim = w_dims.index(letter) - len(w_dims)
-    size = linear.w.shape[dim]
-    num_parts = min(num_parts, size)
-    cuts = [size * i // num_parts for i in range(num_parts + 1)]
-    piece = lambda start, stop: jax.tree.map(
-      lambda x: jax.lax.slice_in_dim(x, start, stop, axis=x.ndim + dim), linear
-    )
-    self.parts = nnx.List(piece(a, b) for a, b in itertools.pairwise(cuts))
-    self.axis = out.index(letter)
-
-  def __call__(self, x: jax.Array, execution: Execution) -> jax.Array:
-    """The product, as `Linear` gives it."""
-    return jnp.concatenate([p(x, execution) for p in self.parts], self.axis)
-
-
 def for_decoding(
   model: Transformer, execution: Execution = Execution()
 ) -> Transformer:
   """A model that computes the same and generates faster on a CPU.
 
-  There decoding is bound by reading weights: layers stand apart, so that none
-  is copied out of a stack, and the products that nothing runs beside are
-  split over the cores. Takes as much memory again as the weights; on other
-  platforms, and on a mesh, the model is given back as it is.
+  There decoding is bound by reading weights, which goes at full speed only in
+  long rows of long matrices. Layers stand apart, so that none is copied out of
+  a stack; queries, keys and values are one product; the projections back to
+  the residual stream and to a tied vocabulary are laid out by their longer
+  side. Takes as much memory again as the weights; on other platforms, and on a
+  mesh, the model is given back as it is.
 
   Args:
     model: any decoder.
@@ -57,21 +27,50 @@ def for_decoding(
   """
   if execution.platform != "cpu" or execution.mesh is not None:
     return model
-  num_cores = os.cpu_count() or 1
   model = model.unstacked()
-  if num_cores == 1:
-    return model
   for layer in model.layers:
-    layer.attention.out = Split(layer.attention.out, num_cores)
-    layer.mlp.down = Split(layer.mlp.down, num_cores)
-  model.head = Split(_head(model), num_cores)
+    attention = layer.attention
+    attention.qkv = _joined([attention.q, attention.k, attention.v])
+    del attention.q, attention.k, attention.v
+    layer.mlp.down = _relaid(layer.mlp.down)
+  if model.config.tied:
+    table_DV = model.embed.table[...].T
+    model.head = _linear("BTD,DV->BTV", table_DV, None, ("embed", "vocab"))
   return model
 
 
-def _head(model: Transformer) -> Linear:
-  """The projection to the vocabulary, of a tied model a copy."""
-  if not model.config.tied:
-    return model.head
-  V, D = model.embed.table.shape
-  table_DV = lambda key, shape, dtype: jnp.asarray(model.embed.table[...].T)
-  return Linear("BTD,DV->BTV", table_DV, rngs=nnx.Rngs(0), embed=D, vocab=V)
+def _joined(linears: list[Linear]) -> Linear:
+  """One product whose result is those of [D, heads, H] weights in a row."""
+  join = lambda arrays, axis: jnp.concatenate([x[...] for x in arrays], axis)
+  biases = [linear.b for linear in linears if linear.b is not None]
+  return _linear(
+    "BTD,DNH->BTNH",
+    join([linear.w for linear in linears], 1),
+    join(biases, 0) if biases else None,
+    ("embed", "heads", "head_dim"),
+  )
+
+
+def _relaid(linear: Linear) -> Linear:
+  """The projection of an MLP back to the stream, its weight transposed."""
+  bias = None if linear.b is None else linear.b[...]
+  return _linear("BTF,DF->BTD", linear.w[...].T, bias, ("embed", "mlp"))
+
+
+def _linear(
+  equation: str,
+  w: jax.Array,
+  b: jax.Array | None,
+  names: tuple[str, ...],
+) -> Linear:
+  """A product with a weight, and a bias or None, that are there."""
+  linear = Linear(
+    equation,
+    lambda *_: w,
+    rngs=nnx.Rngs(0),
+    bias=b is not None,
+    **dict(zip(names, w.shape, strict=True)),
+  )
+  if b is not None:
+    linear.b[...] = b
+  return linear

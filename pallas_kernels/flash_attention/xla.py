@@ -172,7 +172,12 @@ def _over_chunks(options, ordered, S, step, carry, rows):
 
 def _scores(options, q, k, queries, keys):
   """Scores [B, K, G, T, S], hidden ones at HIDDEN, and d score / d (q k)."""
-  scores = dot("BTKGH,BSKH->BKGTS", q, k, options.operands) * options.scale
+  if q.shape[1] == 1:
+    # Compilers transpose the second operand: the short one.
+    scores = dot("BSKH,BTKGH->BKGTS", k, q, options.operands)
+  else:
+    scores = dot("BTKGH,BSKH->BKGTS", q, k, options.operands)
+  scores = scores * options.scale
   slope = jnp.float32(options.scale)
   if options.soft_cap is not None:
     tanh = jnp.tanh(scores / options.soft_cap)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.kv_cache import KVCache, write, write_layer
+from model.kv_cache import KVCache, write, write_layer, write_positions
 from tests.model.tiny import CONFIG
 
 B, S, L = 3, 7, CONFIG.num_layers
@@ -23,7 +23,7 @@ def filled(stacked: bool) -> KVCache:
 
 
 def layers(kv) -> np.ndarray:
-  """[L, B, S, K, H] of either form."""
+  """[L, B, K, S, H] of either form."""
   return np.stack([np.asarray(x) for x in kv])
 
 
@@ -32,7 +32,7 @@ def test_zeros(stacked):
   cache = KVCache.zeros(CONFIG, B, S, "bfloat16", stacked=stacked)
   assert cache.length == S
   for kv in (cache.k, cache.v):
-    assert layers(kv).shape == (L, B, S, K, H)
+    assert layers(kv).shape == (L, B, K, S, H)
     assert {x.dtype.name for x in jax.tree.leaves(kv)} == {"bfloat16"}
   np.testing.assert_array_equal(cache.positions, np.full((B, S), -1))
   with pytest.raises(ValueError, match="65 slots is longer than .*=64"):
@@ -45,8 +45,8 @@ def test_resized_and_take(stacked):
   longer = cache.resized(S + 4)
   assert longer.length == S + 4
   for before, after in ((cache.k, longer.k), (cache.v, longer.v)):
-    np.testing.assert_array_equal(layers(after)[:, :, :S], layers(before))
-    np.testing.assert_array_equal(layers(after)[:, :, S:], 0)
+    np.testing.assert_array_equal(layers(after)[..., :S, :], layers(before))
+    np.testing.assert_array_equal(layers(after)[..., S:, :], 0)
   np.testing.assert_array_equal(longer.positions[:, :S], cache.positions)
   np.testing.assert_array_equal(longer.positions[:, S:], -1)
 
@@ -65,13 +65,20 @@ def test_writes_land_in_their_slots_and_nowhere_else():
   for row in range(B):
     for t in range(2):
       if slots[row, t] < S:
-        want[row, slots[row, t]] = x[row, t]
+        want[row, :, slots[row, t]] = x[row, t]
   np.testing.assert_array_equal(write(cache.k[1], slots, x), want)
   whole = write_layer(cache.k, jnp.int32(1), slots, x)
   np.testing.assert_array_equal(whole[1], want)
   np.testing.assert_array_equal(whole[::2], cache.k[::2])
   low = write(cache.k[1].astype(jnp.bfloat16), slots, x)
   assert low.dtype == jnp.bfloat16
+
+
+def test_positions_are_written_like_values():
+  cached = jnp.full((2, 4), -1)
+  slots, positions = jnp.array([[0, 4], [2, 3]]), jnp.array([[5, 6], [7, 8]])
+  after = write_positions(cached, slots, positions)
+  assert after.tolist() == [[5, -1, -1, -1], [-1, -1, 7, 8]]
 
 
 def test_slots():
