@@ -76,15 +76,13 @@ def test_per_block_keeps_one_input_a_layer():
 def test_every_fourth_block_keeps_a_quarter():
   # A group's own activations are the same at every depth.
   first, second = growth("every 4th")
-  # With few layers the peak is in part elsewhere in the step.
-  np.testing.assert_allclose(first, 12, rtol=0.4)
-  np.testing.assert_allclose(second, 48, rtol=0.1)
+  np.testing.assert_allclose((first, second), (12, 48), rtol=0.25)
 
 
 def test_nested_scan_grows_with_the_root():
   """2 sqrt(L) inputs: 4 + 4, 8 + 8, 16 + 16; the rest are weights."""
   first, second = growth("nested")
-  assert 8 <= first <= 1.7 * 8
+  assert 8 <= first <= 1.6 * 8
   assert 16 <= second <= 1.7 * 16
   # Twice as much for four times the layers; linear would be four times.
   assert second / first < 2.5
