@@ -66,7 +66,6 @@ def _attend_fwd(options, ordered, q, k, v, queries, keys, dropout_keys_B):
   def chunk(carry, part, start, first, last):
     """Output and logsumexp of one chunk of queries."""
     q, queries = part
-    q = _heads_first(q)
     scores, _ = _scores(
       options, q, k[:, first:last], queries, keys.cut(first, last)
     )
@@ -95,17 +94,15 @@ def _attend_bwd(options, ordered, saved, g):
   def chunk(sums, part, start, first, last):
     """Adds a chunk's share to dk and dv; gives its dq."""
     q, queries, g, delta, lse = part
-    q, g = _heads_first(q), _heads_first(g)
     k_seen, v_seen = k[:, first:last], v[:, first:last]
     scores, slope = _scores(options, q, k_seen, queries, keys.cut(first, last))
     weights = jnp.exp(scores - _rows_last(lse))
     drop = lambda x: _drop(options, x, dropout_keys_B, start, first, S)
-    # Scores stay as they lie: second operands, summed in the order of theirs.
-    dv = dot("BKGTH,BKGTS->BSKH", g, drop(weights), options.operands)
-    dp = drop(dot("BKGTH,BSKH->BKGTS", g, v_seen, options.operands))
+    dv = dot("BKGTS,BTKGH->BSKH", drop(weights), g, options.operands)
+    dp = drop(dot("BTKGH,BSKH->BKGTS", g, v_seen, options.operands))
     ds = weights * (dp - _rows_last(delta)) * slope
     dq = dot("BKGTS,BSKH->BTKGH", ds, k_seen, options.operands)
-    dk = dot("BKGTH,BKGTS->BSKH", q, ds, options.operands)
+    dk = dot("BKGTS,BTKGH->BSKH", ds, q, options.operands)
     dk_sum, dv_sum = sums
     dk_sum = dk_sum.at[:, first:last].add(dk)
     dv_sum = dv_sum.at[:, first:last].add(dv)
@@ -175,11 +172,11 @@ def _over_chunks(options, ordered, S, step, carry, rows):
 
 def _scores(options, q, k, queries, keys):
   """Scores [B, K, G, T, S], hidden ones at HIDDEN, and d score / d (q k)."""
-  if q.shape[3] == 1:
+  if q.shape[1] == 1:
     # Compilers transpose the second operand: the short one.
-    scores = dot("BSKH,BKGTH->BKGTS", k, q, options.operands)
+    scores = dot("BSKH,BTKGH->BKGTS", k, q, options.operands)
   else:
-    scores = dot("BKGTH,BSKH->BKGTS", q, k, options.operands)
+    scores = dot("BTKGH,BSKH->BKGTS", q, k, options.operands)
   scores = scores * options.scale
   slope = jnp.float32(options.scale)
   if options.soft_cap is not None:
@@ -202,11 +199,6 @@ def _drop(options, weights, dropout_keys_B, start, first, S):
   keep = keep_mask(options, dropout_keys_B, index, (K, G, S))
   keep = jnp.transpose(keep, (0, 2, 3, 1, 4))[..., first : first + size]
   return jnp.where(keep, weights / (1.0 - options.dropout_rate), 0.0)
-
-
-def _heads_first(x_BTKGH: jax.Array) -> jax.Array:
-  """[B, T, K, G, H] -> [B, K, G, T, H], the order of scores."""
-  return jnp.transpose(x_BTKGH, (0, 2, 3, 1, 4))
 
 
 def _rows_last(x_BTKG: jax.Array) -> jax.Array:
