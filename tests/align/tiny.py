@@ -10,12 +10,7 @@ from data import tokenizer as tokenizer_lib
 from model.config import ModelConfig, Rope
 from model.transformer import Transformer
 from sharding.axes import MeshConfig
-from train.config import (
-  CheckpointConfig,
-  MonitorConfig,
-  OptimizerConfig,
-  ScheduleConfig,
-)
+from train.config import CheckpointConfig, MonitorConfig, ScheduleConfig
 
 VOCAB = 320
 MODEL = ModelConfig(
@@ -80,8 +75,6 @@ def config(folder: pathlib.Path, **changes) -> DPOConfig:
     "num_steps": 6,
     "mesh": MeshConfig(data=2, fsdp=1),
     "schedule": ScheduleConfig(kind="constant", peak=3e-3, warmup_steps=0),
-    # 1e-8 amplifies the rounding of gradients near 0, beyond any tolerance.
-    "optimizer": OptimizerConfig(eps=1e-4),
     "checkpoint": CheckpointConfig(every=3),
     "monitor": MonitorConfig(log_every=1, eval_every=3, tensorboard=False),
   }
