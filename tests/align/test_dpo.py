@@ -38,9 +38,11 @@ def test_starts_at_the_reference(run):
 
 def test_learns_the_preference(run):
   last = run.history[-1]
-  assert last["step"] == 6
+  assert last["step"] == 6 and last["loss"] < 0.5 * np.log(2)
+  assert last["preference_accuracy"] > 0.9
   assert last["held_out_loss"] < run.history[2]["held_out_loss"] < np.log(2)
-  assert last["held_out_preference_accuracy"] > 0.6
+  assert last["held_out_preference_accuracy"] > 0.9
+  assert last["held_out_loss"] < 0.6
   assert last["reward_chosen"] > last["reward_rejected"]
   margin = last["reward_chosen"] - last["reward_rejected"]
   np.testing.assert_allclose(last["reward_margin"], margin, rtol=1e-4)

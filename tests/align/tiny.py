@@ -74,7 +74,7 @@ def config(folder: pathlib.Path, **changes) -> DPOConfig:
     "data": data,
     "num_steps": 6,
     "mesh": MeshConfig(data=2, fsdp=1),
-    "schedule": ScheduleConfig(kind="constant", peak=3e-3, warmup_steps=0),
+    "schedule": ScheduleConfig(kind="constant", peak=1e-2, warmup_steps=0),
     "checkpoint": CheckpointConfig(every=3),
     "monitor": MonitorConfig(log_every=1, eval_every=3, tensorboard=False),
   }
