@@ -98,6 +98,9 @@ class Transformer(nnx.Module):
     Returns:
       Hidden states [B, T, D] in the policy's activation dtype; with a cache,
       a pair of them and the new cache.
+
+    Raises:
+      ValueError: a cache for a model that is not causal.
     """
     config = self.config
     if positions is None:
@@ -105,6 +108,11 @@ class Transformer(nnx.Module):
       positions = jnp.broadcast_to(positions, tokens_BT.shape)
     view = View(angles=self._angles(positions), segment_ids=segment_ids)
     if cache is not None:
+      if not config.causal:
+        raise ValueError(
+          "a cache hides its empty slots by causality: wanted"
+          " model.causal=True, or no cache"
+        )
       slots = cache.slots(positions, segment_ids)
       cached = write_positions(cache.positions, slots, positions)
       view = view._replace(positions=positions, slots=slots, cached=cached)

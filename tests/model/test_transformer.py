@@ -326,3 +326,10 @@ def test_policies_are_near_float32(policy, dtype):
   want = run(batch)
   error = np.abs(np.float32(low) - want).mean() / np.abs(want).mean()
   assert 1e-4 < error < 2e-2
+
+
+def test_a_cache_needs_causality():
+  model = make(causal=False)
+  cache = KVCache.zeros(model.config, 1, 4, "float32")
+  with pytest.raises(ValueError, match="wanted model.causal=True"):
+    model(tokens(1, 2), cache=cache)
