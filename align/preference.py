@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 
-from model.losses import token_log_probs
+from model.losses import batch_log_probs
 from train.step import LossFn
 
 
@@ -28,16 +28,7 @@ def sequence_log_probs(model, batch, execution) -> jax.Array:
   Returns:
     float32 [B], in nats.
   """
-  hidden_BTD = model(
-    batch["tokens"],
-    positions=batch["positions"],
-    segment_ids=batch["segment_ids"],
-    execution=execution,
-  )
-  log_probs_BT = token_log_probs(
-    model, hidden_BTD, batch["targets"], execution=execution
-  )
-  return jnp.sum(log_probs_BT * batch["loss_weights"], axis=-1)
+  return jnp.sum(batch_log_probs(model, batch, execution), axis=-1)
 
 
 def dpo(

@@ -1,7 +1,6 @@
 """Nats, tokens and bytes of documents under a model, document by document."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 from data.loader import Loader
 from data.tokenized import Example, InMemory
 from model.execution import Execution
-from model.losses import token_log_probs
+from model.losses import batch_log_probs
 from model.transformer import Transformer
 from sharding.arrays import to_global
 
@@ -93,19 +92,7 @@ def score(
 
 
 # Not inside `score`: there each call would compile it again.
-@functools.partial(jax.jit, static_argnames="execution")
-def _log_probs(model, batch, execution):
-  """Log-probability of each target that counts, [B, T]; 0 elsewhere."""
-  hidden_BTD = model(
-    batch["tokens"],
-    positions=batch["positions"],
-    segment_ids=batch["segment_ids"],
-    execution=execution,
-  )
-  log_probs_BT = token_log_probs(
-    model, hidden_BTD, batch["targets"], execution=execution
-  )
-  return log_probs_BT * batch["loss_weights"]
+_log_probs = jax.jit(batch_log_probs, static_argnames="execution")
 
 
 def _windows(example: Example, seq_len: int) -> Iterator[Example]:

@@ -87,6 +87,26 @@ def token_log_probs(
   return _join(jax.lax.scan(chunk, None, parts)[1], targets_BT.shape[1])
 
 
+def batch_log_probs(model: Transformer, batch, execution: Execution):
+  """Log-probability of each target times its weight, float32 [B, T], nats.
+
+  Args:
+    model: the weights.
+    batch: "tokens", "positions", "segment_ids", "targets", "loss_weights".
+    execution: how to run.
+  """
+  hidden_BTD = model(
+    batch["tokens"],
+    positions=batch["positions"],
+    segment_ids=batch["segment_ids"],
+    execution=execution,
+  )
+  log_probs_BT = token_log_probs(
+    model, hidden_BTD, batch["targets"], execution=execution
+  )
+  return log_probs_BT * batch["loss_weights"]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cross_entropy(head: Head, z_loss: float, hidden, w, targets, weights):
   """The weighted sum of losses, and its two parts."""
