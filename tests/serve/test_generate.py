@@ -178,7 +178,7 @@ def test_the_last_position_ends_an_answer(model):
   assert len(answer.ids) == 3 and answer.finish_reason == "length"
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
 def test_mesh(axis):
   """A sharded model on 2 devices gives the tokens of one, compiled once."""
   # 37 pieces of vocabulary do not divide by 2.
@@ -187,13 +187,14 @@ def test_mesh(axis):
   mesh = make_mesh(shape, devices=jax.devices()[:2])
   execution = Execution(mesh=mesh)
   sharded = jax.device_put(model, tree_shardings(model, mesh, Rules()))
-  sampling = Sampling(max_new_tokens=6, num_samples=2, seed=1)
-  single = generate(model, PROMPTS, sampling)
-  split = generate(sharded, PROMPTS, sampling, execution=execution)
   ids = lambda answers: [[a.ids for a in row] for row in answers]
-  assert ids(split) == ids(single)
+  drawn = Sampling(max_new_tokens=6, num_samples=2, seed=1)
+  for sampling in (GREEDY, drawn):
+    single = generate(model, PROMPTS, sampling)
+    split = generate(sharded, PROMPTS, sampling, execution=execution)
+    assert ids(split) == ids(single)
   before = decode.decode._cache_size()
-  stops = dataclasses.replace(sampling, stop_strings=("no such",))
+  stops = dataclasses.replace(drawn, stop_strings=("no such",))
   generate(sharded, PROMPTS, stops, execution=execution, tokenizer=Bytes())
   assert decode.decode._cache_size() == before
 
