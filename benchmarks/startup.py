@@ -9,8 +9,9 @@ object, in seconds (medians):
 - `warm`: the same with a compilation cache;
 - `help`: `python -m train.pretrain --help`;
 - `host_step`: a step of the real loop around a step that computes nothing:
-  dispatch of the whole state, loader hand-over, metrics and progress bar. CPU
-  time of the main thread: loader threads work beside it while a real step runs;
+  dispatch of the whole state, loader hand-over, metrics and progress bar. It
+  waits for loader threads, which run flat out beside a step of no length;
+- `host_step_cpu`: the CPU time of its main thread alone;
 - `host_step_parts`: the functions that take most of it, by profiler.
 """
 
@@ -98,8 +99,10 @@ def seconds_of_help() -> float:
   return time.perf_counter() - start
 
 
-def host_step(folder: pathlib.Path) -> tuple[list[float], list[str]]:
-  """Seconds of each step of the loop around nothing, and what takes them."""
+def host_step(
+  folder: pathlib.Path,
+) -> tuple[list[float], list[float], list[str]]:
+  """Steps of the loop around nothing: wall and CPU seconds, what takes them."""
   import jax
   import jax.numpy as jnp
 
@@ -139,7 +142,7 @@ def host_step(folder: pathlib.Path) -> tuple[list[float], list[str]]:
   )
 
   def step(state, batch):
-    times.append(time.thread_time())
+    times.append((time.perf_counter(), time.thread_time()))
     return compiled(state, batch)
 
   profile = cProfile.Profile()
@@ -153,9 +156,10 @@ def host_step(folder: pathlib.Path) -> tuple[list[float], list[str]]:
       config.data, tokenizer_lib.load(config.data.tokenizer)
     )
     fit(state, step, batches, **arguments)
-    seconds = [
-      after - before for before, after in itertools.pairwise(times[20:])
-    ]
+    wall, cpu = (
+      [after - before for before, after in itertools.pairwise(clock)]
+      for clock in zip(*times[20:], strict=True)
+    )
     state = init_state(make_model, optimizer, seed=0, **placed)
     profile.enable()
     fit(
@@ -171,7 +175,7 @@ def host_step(folder: pathlib.Path) -> tuple[list[float], list[str]]:
     f"{1e6 * own / STEPS:.0f} us {pathlib.Path(file).name}:{line} {name}"
     for (file, line, name), (_, _, own, _, _) in top
   ]
-  return seconds, parts
+  return wall, cpu, parts
 
 
 def main() -> None:
@@ -194,12 +198,13 @@ def main() -> None:
     import jax
 
     jax.config.update("jax_num_cpu_devices", 2)
-    seconds, parts = host_step(folder)
+    wall, cpu, parts = host_step(folder)
   result = {
     "cold": round(statistics.median(cold), 2),
     "warm": round(statistics.median(warm), 2),
     "help": round(statistics.median(helps), 3),
-    "host_step": round(statistics.median(seconds), 5),
+    "host_step": round(statistics.median(wall), 5),
+    "host_step_cpu": round(statistics.median(cpu), 5),
     "host_step_parts": parts,
     "jax": jax.__version__,
   }
