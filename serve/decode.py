@@ -158,6 +158,7 @@ def _read(model, tokens_BT, lengths_B, *, copies, slots, execution):
 
 @functools.partial(jax.jit, static_argnames=("execution",))
 def _first(state, logits_RV, rows, *, execution):
+  """The state with its first token drawn."""
   return _placed(_draw(state, logits_RV, rows), execution)
 
 
@@ -243,6 +244,7 @@ def _placed(state: State, execution: Execution) -> State:
 
 
 def _placed_cache(cache: KVCache, execution: Execution) -> KVCache:
+  """The cache, split over rows and heads."""
   heads = lambda x: execution.shard(
     x, (None,) * (x.ndim - 4) + ("batch", "kv_heads", None, None)
   )
