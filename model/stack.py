@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 
 from model.execution import Execution
 from model.linear import SAVED_NAME
@@ -50,8 +51,14 @@ def scan_layers(step, carry, layers, num_layers: int, execution: Execution):
     raise ValueError(
       f"remat_every={every} must divide the {num_layers} layers of the model"
     )
-  group = lambda x: x.reshape(num_layers // every, every, *x.shape[1:])
-  outer = checkpoint(lambda carry, layers: (run(inner, carry, layers), None))
+  # Dims of size 1 go elsewhere in the layout of a reshape, and XLA would copy
+  # the weights of a single key head to put them back: they stay out of it.
+  shapes = jax.tree.map(lambda x: x.shape[1:], layers)
+  group = lambda x: x.reshape(-1, every, *(n for n in x.shape[1:] if n > 1))
+  whole = lambda carry, layer: inner(
+    carry, jax.tree.map(jnp.reshape, layer, shapes)
+  )
+  outer = checkpoint(lambda carry, layers: (run(whole, carry, layers), None))
   return run(outer, carry, jax.tree.map(group, layers))
 
 
