@@ -66,6 +66,7 @@ def _attend_fwd(options, ordered, q, k, v, queries, keys, dropout_keys_B):
   def chunk(carry, part, start, first, last):
     """Output and logsumexp of one chunk of queries."""
     q, queries = part
+    q = _heads_first(q)
     scores, _ = _scores(
       options, q, k[:, first:last], queries, keys.cut(first, last)
     )
@@ -74,10 +75,10 @@ def _attend_fwd(options, ordered, q, k, v, queries, keys, dropout_keys_B):
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = jnp.where(total == 0.0, 1.0, total)
     dropped = _drop(options, weights, dropout_keys_B, start, first, S)
-    dropped = dropped / total
     out = dot("BKGTS,BSKH->BTKGH", dropped, v[:, first:last], options.operands)
-    lse = jnp.transpose((top + jnp.log(total))[..., 0], (0, 3, 1, 2))
-    return carry, (out, lse)
+    lse = _rows_first(top + jnp.log(total))
+    # Not the scores: an output has fewer numbers than a row of them.
+    return carry, (out / _rows_first(total)[..., None], lse)
 
   _, (out, lse) = _over_chunks(options, ordered, S, chunk, None, (q, queries))
   out = out.reshape(B, T, N, H)
@@ -94,23 +95,28 @@ def _attend_bwd(options, ordered, saved, g):
   def chunk(sums, part, start, first, last):
     """Adds a chunk's share to dk and dv; gives its dq."""
     q, queries, g, delta, lse = part
+    q, g = _heads_first(q), _heads_first(g)
     k_seen, v_seen = k[:, first:last], v[:, first:last]
     scores, slope = _scores(options, q, k_seen, queries, keys.cut(first, last))
     weights = jnp.exp(scores - _rows_last(lse))
     drop = lambda x: _drop(options, x, dropout_keys_B, start, first, S)
-    dv = dot("BKGTS,BTKGH->BSKH", drop(weights), g, options.operands)
-    dp = drop(dot("BTKGH,BSKH->BKGTS", g, v_seen, options.operands))
+    # Scores stay as they lie: second operands, summed in the order of theirs.
+    dv = dot("BKGTH,BKGTS->BSKH", g, drop(weights), options.operands)
+    dp = drop(dot("BKGTH,BSKH->BKGTS", g, v_seen, options.operands))
     ds = weights * (dp - _rows_last(delta)) * slope
     dq = dot("BKGTS,BSKH->BTKGH", ds, k_seen, options.operands)
-    dk = dot("BKGTS,BTKGH->BSKH", ds, q, options.operands)
+    dk = dot("BKGTH,BKGTS->BSKH", q, ds, options.operands)
+    if sums is None:
+      fill = [(0, 0), (first, S - last), (0, 0), (0, 0)]
+      return (jnp.pad(dk, fill), jnp.pad(dv, fill)), dq
     dk_sum, dv_sum = sums
     dk_sum = dk_sum.at[:, first:last].add(dk)
     dv_sum = dv_sum.at[:, first:last].add(dv)
     return (dk_sum, dv_sum), dq
 
-  sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+  zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
   part = q, queries, g, delta, lse
-  (dk, dv), dq = _over_chunks(options, ordered, S, chunk, sums, part)
+  (dk, dv), dq = _over_chunks(options, ordered, S, chunk, zeros, part)
   grads = dq.reshape(B, T, K * G, H), dk, dv
   cast = lambda x, like: x.astype(like.dtype)
   return *map(cast, grads, dtypes), None, None, None
@@ -119,16 +125,17 @@ def _attend_bwd(options, ordered, saved, g):
 attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _over_chunks(options, ordered, S, step, carry, rows):
-  """Runs `step` over chunks of query rows, in order.
+def _over_chunks(options, ordered, S, step, zeros, rows):
+  """Runs `step` over chunks of query rows, the last of few chunks first.
 
   Args:
     options: what is asked.
     ordered: as in `attend`.
     S: number of keys.
     step: (carry, part, start, first, last) -> (carry, outputs): `part` holds
-      the queries from `start` on, which see keys [first, last) at most.
-    carry: what `step` hands on.
+      the queries from `start` on, which see keys [first, last) at most. The
+      first of few has the carry None and, under a causal mask, most keys.
+    zeros: the carry at the start of a loop over many chunks.
     rows: tree of arrays [B, T, ...].
 
   Returns:
@@ -137,8 +144,8 @@ def _over_chunks(options, ordered, S, step, carry, rows):
   T = jax.tree.leaves(rows)[0].shape[1]
   num_chunks = -(-T // CHUNK)
   if num_chunks <= MAX_UNROLLED:
-    parts = []
-    for start in range(0, T, CHUNK):
+    carry, parts = None, []
+    for start in reversed(range(0, T, CHUNK)):
       stop = min(start + CHUNK, T)
       first, last = 0, S
       if ordered and options.causal:
@@ -149,7 +156,7 @@ def _over_chunks(options, ordered, S, step, carry, rows):
       carry, outputs = step(carry, part, start, first, last)
       parts.append(outputs)
     join = lambda *parts: jnp.concatenate(parts, axis=1)
-    return carry, jax.tree.map(join, *parts)
+    return carry, jax.tree.map(join, *reversed(parts))
 
   def split(x):
     """[B, T, ...] -> [chunks, B, CHUNK, ...]; zeros fill the last chunk."""
@@ -166,17 +173,17 @@ def _over_chunks(options, ordered, S, step, carry, rows):
   body = lambda carry, x: step(carry, x[0], x[1], 0, S)
   starts = jnp.arange(num_chunks) * CHUNK
   xs = jax.tree.map(split, rows), starts
-  carry, outputs = jax.lax.scan(body, carry, xs)
+  carry, outputs = jax.lax.scan(body, zeros, xs)
   return carry, jax.tree.map(join, outputs)
 
 
 def _scores(options, q, k, queries, keys):
   """Scores [B, K, G, T, S], hidden ones at HIDDEN, and d score / d (q k)."""
-  if q.shape[1] == 1:
+  if q.shape[3] == 1:
     # Compilers transpose the second operand: the short one.
-    scores = dot("BSKH,BTKGH->BKGTS", k, q, options.operands)
+    scores = dot("BSKH,BKGTH->BKGTS", k, q, options.operands)
   else:
-    scores = dot("BTKGH,BSKH->BKGTS", q, k, options.operands)
+    scores = dot("BKGTH,BSKH->BKGTS", q, k, options.operands)
   scores = scores * options.scale
   slope = jnp.float32(options.scale)
   if options.soft_cap is not None:
@@ -199,6 +206,16 @@ def _drop(options, weights, dropout_keys_B, start, first, S):
   keep = keep_mask(options, dropout_keys_B, index, (K, G, S))
   keep = jnp.transpose(keep, (0, 2, 3, 1, 4))[..., first : first + size]
   return jnp.where(keep, weights / (1.0 - options.dropout_rate), 0.0)
+
+
+def _heads_first(x_BTKGH: jax.Array) -> jax.Array:
+  """[B, T, K, G, H] -> [B, K, G, T, H], the order of scores."""
+  return jnp.transpose(x_BTKGH, (0, 2, 3, 1, 4))
+
+
+def _rows_first(x_BKGT1: jax.Array) -> jax.Array:
+  """[B, K, G, T, 1] -> [B, T, K, G]: of scores, to stand beside outputs."""
+  return jnp.transpose(x_BKGT1[..., 0], (0, 3, 1, 2))
 
 
 def _rows_last(x_BTKG: jax.Array) -> jax.Array:
