@@ -115,7 +115,7 @@ def _cross_entropy(head: Head, z_loss: float, hidden, w, targets, weights):
     x, targets = part
     logits, _ = _logits(head, x, w)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    return None, (lse - _pick(logits, targets), z_loss * jnp.square(lse))
+    return None, (lse - _gather(logits, targets), z_loss * jnp.square(lse))
 
   parts = _split((hidden, targets), head.chunk)
   losses = jax.lax.scan(chunk, None, parts)[1]
@@ -143,7 +143,7 @@ def _cross_entropy_fwd(head, z_loss, hidden, w, targets, weights):
     x, targets, weights = part
     logits, slope = _logits(head, x, w)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    losses = lse - _pick(logits, targets), z_loss * jnp.square(lse)
+    losses = lse - _gather(logits, targets), z_loss * jnp.square(lse)
     probs = jnp.exp(logits - lse[..., None])
     grad = probs * (1.0 + 2.0 * z_loss * lse)[..., None]
     grad = grad - _is_target(logits, targets)
@@ -209,8 +209,14 @@ def _is_target(logits, targets):
   return targets[..., None] == vocab[None, None]
 
 
+def _gather(logits, targets):
+  """The logit of each target, [B, C], without a pass over all."""
+  index = targets[..., None]
+  return jnp.take_along_axis(logits, index, axis=-1, mode="clip")[..., 0]
+
+
 def _pick(logits, targets):
-  """The logit of each target, [B, C]."""
+  """The same for a gradient, which a gather would scatter."""
   return jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
 
 
