@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 # glibc then backs large blocks with huge pages and keeps those that were
-# freed: a step's buffers are otherwise faulted in anew at every step.
+# freed: a step's buffers are otherwise faulted in anew at every step. XLA asks
+# for them in threads, whose own arenas would return them to the system still.
 HUGE_PAGES = {
   "GLIBC_TUNABLES": ":".join(
     (
       "glibc.malloc.hugetlb=1",
       "glibc.malloc.mmap_max=0",
       "glibc.malloc.trim_threshold=10000000000",
+      "glibc.malloc.arena_max=1",
     )
   )
 }
