@@ -133,7 +133,8 @@ class Attention(nnx.Module):
       return [linear(x_BTD, execution) for linear in (self.q, self.k, self.v)]
     # The form for decoding on a CPU, see `serve.weights`.
     N, K = self.config.num_heads, self.config.num_kv_heads
-    return jnp.split(self.qkv(x_BTD, execution), [N, N + K], axis=2)
+    ends = [N, N + K, N + 2 * K]
+    return jnp.split(self.qkv(x_BTD, execution), ends, axis=2)[:3]
 
 
 def _pick(choices: tuple, index: int | jax.Array):

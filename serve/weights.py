@@ -8,6 +8,8 @@ from model.execution import Execution
 from model.linear import Linear
 from model.transformer import Transformer
 
+_PAGE = 4096  # bytes
+
 
 def for_decoding(
   model: Transformer, execution: Execution = Execution()
@@ -40,8 +42,21 @@ def for_decoding(
 
 
 def _joined(linears: list[Linear]) -> Linear:
-  """One product whose result is those of [D, heads, H] weights in a row."""
-  join = lambda arrays, axis: jnp.concatenate([x[...] for x in arrays], axis)
+  """One product whose result is those of [D, heads, H] weights in a row.
+
+  A head of zeros follows where a row would fill whole pages: numbers below
+  each other would then compete for the same lines of the caches.
+  """
+  heads = sum(linear.w.shape[1] for linear in linears)
+  row = heads * linears[0].w.shape[2] * linears[0].w[...].dtype.itemsize
+  spare = 1 if row % _PAGE == 0 else 0
+
+  def join(arrays, axis):
+    joined = jnp.concatenate([x[...] for x in arrays], axis)
+    fill = [(0, 0)] * joined.ndim
+    fill[axis] = (0, spare)
+    return jnp.pad(joined, fill)
+
   biases = [linear.b for linear in linears if linear.b is not None]
   return _linear(
     "BTD,DNH->BTNH",

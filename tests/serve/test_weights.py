@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from serve import weights
 from serve.config import Sampling
 from serve.generate import generate
 from serve.weights import for_decoding
@@ -37,6 +38,24 @@ def test_projects_once_and_leaves_the_model_alone():
   assert attention.qkv.w.shape[1] == heads
   assert not hasattr(attention, "q")
   assert hasattr(model.layers.attention, "q")
+
+
+def test_a_row_of_whole_pages_gets_a_head_of_zeros(monkeypatch):
+  model = tiny.make(qkv_bias=True)
+  heads = tiny.CONFIG.num_heads + 2 * tiny.CONFIG.num_kv_heads
+  row = 4 * heads * tiny.CONFIG.head_dim
+  for page, spare in ((row, 1), (row // 2, 1), (2 * row, 0)):
+    monkeypatch.setattr(weights, "_PAGE", page)
+    decoder = for_decoding(model)
+    qkv = decoder.layers[0].attention.qkv
+    assert qkv.w.shape[1] == qkv.b.shape[0] == heads + spare
+    assert not qkv.w[...][:, heads:].any()
+    tokens = tiny.tokens(2, 9)
+    np.testing.assert_allclose(
+      decoder.logits(decoder(tokens)),
+      model.logits(model(tokens)),
+      **tolerance("matmul"),
+    )
 
 
 def test_generates_the_same():
