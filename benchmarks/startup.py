@@ -116,6 +116,7 @@ def host_step(
   from train.optimizers import make_optimizer
   from train.schedules import make_schedule
   from train.state import abstract_state, init_state, shardings_of
+  from train.step import TrainStep
 
   config = config_of(folder, num_steps=STEPS)
   mesh, rules = make_mesh(config.mesh), config.rules
@@ -128,22 +129,27 @@ def host_step(
   state = init_state(make_model, optimizer, seed=0, **placed)
   times = []
 
-  def nothing(state, batch):
+  places, tree = jax.tree.flatten(shardings_of(abstract))
+
+  def nothing(leaves, batch):
+    state = tree.unflatten(leaves)
+    state = dataclasses.replace(state, step=state.step + 1)
     names = "loss nll z_loss grad_norm clip_factor param_norm learning_rate"
     zero = jnp.float32(0) * batch["loss_weights"][0, 0]
-    metrics = dict.fromkeys(names.split(), zero)
-    return dataclasses.replace(state, step=state.step + 1), metrics
+    return jax.tree.leaves(state), dict.fromkeys(names.split(), zero)
 
   compiled = jax.jit(
     nothing,
     donate_argnums=0,
-    in_shardings=(shardings_of(abstract), batch_sharding(mesh, rules)),
-    out_shardings=(shardings_of(abstract), replicated(mesh)),
+    in_shardings=(places, batch_sharding(mesh, rules)),
+    out_shardings=(places, replicated(mesh)),
   )
 
-  def step(state, batch):
+  def timed(leaves, batch):
     times.append((time.perf_counter(), time.thread_time()))
-    return compiled(state, batch)
+    return compiled(leaves, batch)
+
+  step = TrainStep(timed, tree)
 
   profile = cProfile.Profile()
   with tempfile.TemporaryDirectory() as workdir:

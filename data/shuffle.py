@@ -3,6 +3,10 @@
 import numpy as np
 
 _ROUNDS = 6
+# Up to so many indices are walked one by one: numpy takes as long for one as
+# for a thousand, and a loader asks for the rows of one batch.
+_FEW = 24
+_WORD = 2**64 - 1
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -46,6 +50,10 @@ def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
   half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
   low = np.uint64((1 << int(half)) - 1)
   keys = np.broadcast_to(np.atleast_1d(keys), index.shape)
+  if index.size <= _FEW:
+    pairs = zip(index.ravel().tolist(), keys.ravel().tolist(), strict=True)
+    images = [_walk(i, n, key, int(half)) for i, key in pairs]
+    return np.array(images, np.int64).reshape(index.shape)
   value = index.astype(np.uint64)
   todo = np.arange(index.size)
   while todo.size:
@@ -56,3 +64,23 @@ def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
     value[todo] = (left << half) | right
     todo = todo[value[todo] >= np.uint64(n)]
   return value.astype(np.int64)
+
+
+def _walk(value: int, n: int, key: int, half: int) -> int:
+  """`permute` of one index, on Python's integers."""
+  low = (1 << half) - 1
+  while True:
+    left, right = value >> half, value & low
+    for i in range(_ROUNDS):
+      noise = _mix(_mix((right + key) & _WORD) + i + 1 & _WORD)
+      left, right = right, left ^ (noise & low)
+    value = left << half | right
+    if value < n:
+      return value
+
+
+def _mix(x: int) -> int:
+  """`mix` of one integer below 2 ** 64."""
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
+  return x ^ (x >> 31)

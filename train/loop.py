@@ -16,6 +16,7 @@ from train.monitor import FlopsPerToken, Monitor
 from train.peak import Peak
 from train.preemption import Preempted, catch_sigterm
 from train.state import TrainState
+from train.step import TrainStep
 
 Batch = dict[str, np.ndarray]
 
@@ -40,7 +41,7 @@ class LoopConfig(Protocol):
 
 def fit(
   state: TrainState,
-  train_step: Callable,
+  train_step: TrainStep,
   batches: Batches,
   *,
   config: LoopConfig,
@@ -55,7 +56,7 @@ def fit(
 
   Args:
     state: where to start; it is donated.
-    train_step: (state, batch) -> (state, metrics), from `train.step`.
+    train_step: from `train.step`.
     batches: begins at the state's step.
     config: of the run; saved with every checkpoint.
     workdir: the run folder.
@@ -99,6 +100,7 @@ def fit(
 
   # ---- Steps ----
   stream = batches.iterate(start)
+  leaves = jax.tree.leaves(state)
   with (
     contextlib.closing(saver),
     contextlib.closing(monitor),
@@ -112,7 +114,7 @@ def fit(
         last or done % config.monitor.eval_every == 0
       )
       _, batch, document_ids = next(stream)
-      state, metrics = train_step(state, place(batch))
+      leaves, metrics = train_step.on_leaves(leaves, place(batch))
       monitor.record(
         done,
         metrics,
@@ -122,10 +124,11 @@ def fit(
       )
       if evaluating:
         monitor.wait()  # A spoilt state is not worth an evaluation.
-        monitor.add(evaluate(state.model))
+        monitor.add(evaluate(train_step.tree.unflatten(leaves).model))
       stopping = stop(done)
       if saving or stopping:
         monitor.flush()  # Raises, where the state is not worth saving.
+        state = train_step.tree.unflatten(leaves)
         saver.save(done, state, batches.state(done))
       if stopping:
         break

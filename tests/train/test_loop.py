@@ -175,13 +175,14 @@ def test_a_nan_in_a_weight_stops_the_run(config, tmp_path, monkeypatch):
   def poisoned(*args, **kwargs):
     train_step = make(*args, **kwargs)
 
-    def spoil(state, batch):
+    def spoil(leaves, batch):
+      state = train_step.tree.unflatten(leaves)
       if int(state.step) == 5:
         scale = state.model.final_norm.scale
         scale[...] = scale[...].at[0].set(jax.numpy.inf)
-      return train_step(state, batch)
+      return train_step.on_leaves(jax.tree.leaves(state), batch)
 
-    return spoil
+    return dataclasses.replace(train_step, on_leaves=spoil)
 
   monkeypatch.setattr(step, "make_train_step", poisoned)
   with pytest.raises(guard.NonFiniteError, match=r"Step 6: .*checkpoints/4;"):
@@ -201,7 +202,7 @@ def test_one_compilation(config, tmp_path, monkeypatch):
   pretrain.run(config, str(tmp_path))
   pretrain.run(dataclasses.replace(config, num_steps=12), str(tmp_path))
   # Also after a restore: restored arrays are placed as new ones are.
-  assert [train_step._cache_size() for train_step in made] == [1, 1]
+  assert [train_step.on_leaves._cache_size() for train_step in made] == [1, 1]
 
 
 @pytest.mark.parametrize(

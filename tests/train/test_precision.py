@@ -112,7 +112,8 @@ def step_equations(policy: str) -> list:
     precision=POLICIES[policy],
   )
   batch = to_global(tiny.packed_batch(), mesh, Rules())
-  return list(equations(step.trace(state, batch).jaxpr))
+  traced = step.on_leaves.trace(jax.tree.leaves(state), batch)
+  return list(equations(traced.jaxpr))
 
 
 def floats(variables) -> list[str]:
