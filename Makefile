@@ -12,9 +12,11 @@ JAX_PLATFORMS ?= $(shell grep -qsE '0x1ae0|0x10de' \
 export JAX_PLATFORMS
 
 # A step's buffers are freed after it and faulted in anew by the next one, page
-# by page. These settings of glibc keep them, in huge pages (docs/log.md).
+# by page. These settings of glibc keep them, in huge pages (docs/log.md), and
+# for all threads: XLA's would return what they free.
 M := glibc.malloc
-GLIBC_TUNABLES ?= $M.hugetlb=1:$M.mmap_max=0:$M.trim_threshold=10000000000
+KEEP := $M.hugetlb=1:$M.mmap_max=0:$M.trim_threshold=10000000000
+GLIBC_TUNABLES ?= $(KEEP):$M.arena_max=1
 export GLIBC_TUNABLES
 
 .DEFAULT_GOAL := help
