@@ -39,19 +39,19 @@ def contest(shape: str, dtype: str, options: argparse.Namespace) -> dict:
   _, batch, length = SHAPES[shape]
   rate = lambda seconds: round(batch * length / statistics.median(seconds), 1)
   result = {"shape": shape, "dtype": dtype}
-  all_ours = []
+  all_ours, facts = [], {}
   for name, start_peer in peers.items():
     ours, peer = start("onemesh"), start_peer()
     seconds = turns.race(
       {"onemesh": ours, name: peer}, rounds=options.rounds, steps=options.steps
     )
-    all_ours += seconds["onemesh"]
+    all_ours, facts = all_ours + seconds["onemesh"], ours.facts
     result[name] = {
       "tokens_per_second": rate(seconds[name]),
       "ratio": round(turns.ratio(seconds["onemesh"], seconds[name]), 3),
       **peer.facts,
     }
-  result["onemesh"] = {"tokens_per_second": rate(all_ours), **ours.facts}
+  result["onemesh"] = {"tokens_per_second": rate(all_ours), **facts}
   return result
 
 
