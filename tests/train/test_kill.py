@@ -84,6 +84,17 @@ def wait_for_moment(process, workdir, step: int, in_save: bool) -> bool:
   return False
 
 
+def size_of_documents(workdir) -> int:
+  path = workdir / "documents.txt"
+  return path.stat().st_size if path.exists() else 0
+
+
+def ending(workdir, started: int) -> bool:
+  """Whether the last step was read since the file had `started` bytes."""
+  text = (workdir / "documents.txt").read_bytes()[started:]
+  return b"\n%d " % (tiny_run.NUM_STEPS - 1) in b"\n" + text
+
+
 def soak(folder, workdir, *, steps: list[int], seed: int) -> None:
   """Kills a run once a step, every other time in a save; lets it end."""
   rng = random.Random(seed)
@@ -91,10 +102,14 @@ def soak(folder, workdir, *, steps: list[int], seed: int) -> None:
   for i, step in enumerate(steps):
     seen = max(documents(workdir), default=-1)
     in_save = i % 2 == 1
+    started = size_of_documents(workdir)
     process = start(folder, workdir)
     if wait_for_moment(process, workdir, step, in_save):
       # A step that was seen before a restart: in imports, restore, compilation.
-      time.sleep(0 if in_save else rng.uniform(0, 4 if seen >= step else 0.1))
+      delay = 0 if in_save else rng.uniform(0, 4 if seen >= step else 0.1)
+      until = time.monotonic() + delay
+      while time.monotonic() < until and not ending(workdir, started):
+        time.sleep(0.001)
       process.kill()
     if process.wait() == -signal.SIGKILL:
       kills += 1
