@@ -3,18 +3,15 @@
 import numpy as np
 
 _ROUNDS = 6
-# Up to so many indices are walked one by one: numpy takes as long for one as
-# for a thousand, and a loader asks for the rows of one batch.
-_FEW = 24
+# A loader asks for the rows of one batch. So many indices are faster one by one
+# than as an array: 46 us in place of 391 for 4, 633 in place of 795 for 64.
+_FEW = 64
 _WORD = 2**64 - 1
 
 
 def mix(x: np.ndarray) -> np.ndarray:
   """A bijection of uint64 that scatters neighbours (splitmix64's finaliser)."""
-  x = np.atleast_1d(np.asarray(x, np.uint64))
-  x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-  x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-  return x ^ (x >> np.uint64(31))
+  return _mix(np.atleast_1d(np.asarray(x, np.uint64)))
 
 
 def key(*parts: int | np.ndarray) -> np.ndarray:
@@ -47,40 +44,43 @@ def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
   """
   index = np.atleast_1d(np.asarray(index, np.int64))
   assert n > 0 and (index.size == 0 or 0 <= index.min() <= index.max() < n)
-  half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
-  low = np.uint64((1 << int(half)) - 1)
+  half = max(1, (int(n - 1).bit_length() + 1) // 2)
   keys = np.broadcast_to(np.atleast_1d(keys), index.shape)
   if index.size <= _FEW:
     pairs = zip(index.ravel().tolist(), keys.ravel().tolist(), strict=True)
-    images = [_walk(i, n, key, int(half)) for i, key in pairs]
+    images = [_walk(i, n, key, half) for i, key in pairs]
     return np.array(images, np.int64).reshape(index.shape)
   value = index.astype(np.uint64)
   todo = np.arange(index.size)
   while todo.size:
-    left, right = value[todo] >> half, value[todo] & low
-    for i in range(_ROUNDS):
-      noise = mix(mix(right + keys[todo]) + np.uint64(i + 1))
-      left, right = right, left ^ (noise & low)
-    value[todo] = (left << half) | right
-    todo = todo[value[todo] >= np.uint64(n)]
+    value[todo] = _encrypt(value[todo], keys[todo], half)
+    todo = todo[value[todo] >= n]
   return value.astype(np.int64)
 
 
 def _walk(value: int, n: int, key: int, half: int) -> int:
-  """`permute` of one index, on Python's integers."""
-  low = (1 << half) - 1
+  """`permute` of one index."""
   while True:
-    left, right = value >> half, value & low
-    for i in range(_ROUNDS):
-      noise = _mix(_mix((right + key) & _WORD) + i + 1 & _WORD)
-      left, right = right, left ^ (noise & low)
-    value = left << half | right
+    value = _encrypt(value, key, half)
     if value < n:
       return value
 
 
-def _mix(x: int) -> int:
-  """`mix` of one integer below 2 ** 64."""
+# What follows takes Python's integers and arrays of uint64 alike.
+
+
+def _encrypt(value, key, half: int):
+  """The Feistel network on 2 * `half` bits."""
+  low = (1 << half) - 1
+  left, right = value >> half, value & low
+  for i in range(_ROUNDS):
+    noise = _mix(_mix(right + key & _WORD) + i + 1 & _WORD)
+    left, right = right, left ^ (noise & low)
+  return left << half | right
+
+
+def _mix(x):
+  """`mix` of numbers below 2 ** 64."""
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
   x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
   return x ^ (x >> 31)
