@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import json
 import statistics
+from functools import partial
 
 from benchmarks import turns
 from benchmarks.shapes import SHAPES
@@ -27,31 +28,31 @@ def contest(shape: str, dtype: str, options: argparse.Namespace) -> dict:
   start = lambda name, *args, **kw: turns.Contestant(
     f"benchmarks.contestants.{name}", *case, *args, env=cpu, **kw
   )
-  peers = {"plain_jax": lambda: start("plain_jax")}
+  peers = {"plain_jax": partial(start, "plain_jax")}
   if importlib.util.find_spec("transformers"):
-    torch = lambda mode: start("torch_llama", "--mode", mode)
-    peers["torch_eager"] = lambda: torch("eager")
-    peers["torch_compiled"] = lambda: torch("compiled")
+    for mode in ("eager", "compiled"):
+      peers[f"torch_{mode}"] = partial(start, "torch_llama", "--mode", mode)
   if options.levanter_python:
     python = options.levanter_python
-    peers["levanter"] = lambda: start("levanter_llama", python=python)
+    peers["levanter"] = partial(start, "levanter_llama", python=python)
 
   _, batch, length = SHAPES[shape]
   rate = lambda seconds: round(batch * length / statistics.median(seconds), 1)
   result = {"shape": shape, "dtype": dtype}
-  all_ours, facts = [], {}
+  times, facts = [], {}  # Ours, of all races.
   for name, start_peer in peers.items():
     ours, peer = start("onemesh"), start_peer()
     seconds = turns.race(
       {"onemesh": ours, name: peer}, rounds=options.rounds, steps=options.steps
     )
-    all_ours, facts = all_ours + seconds["onemesh"], ours.facts
+    times += seconds["onemesh"]
+    facts = ours.facts
     result[name] = {
       "tokens_per_second": rate(seconds[name]),
       "ratio": round(turns.ratio(seconds["onemesh"], seconds[name]), 3),
       **peer.facts,
     }
-  result["onemesh"] = {"tokens_per_second": rate(all_ours), **facts}
+  result["onemesh"] = {"tokens_per_second": rate(times), **facts}
   return result
 
 
