@@ -38,9 +38,9 @@ LossFn = Callable[
 class TrainStep:
   """A jitted step, of a state or of its leaves.
 
-  A state is a tree of modules. To take it apart and put it together costs the
-  host as much as all else of a step, so a loop holds the leaves and makes a
-  state of them where somebody looks at it.
+  A state is a tree of modules. To take it apart and put it together is a third
+  of a step's work for the host, so a loop holds the leaves and makes a state of
+  them where somebody looks at it.
 
   Attributes:
     on_leaves: (leaves of a state, batch) -> (leaves of the next, metrics).
