@@ -38,6 +38,7 @@ _FILE = re.compile(rf"(\d+)-(.+)-\d+-{re.escape(_PROGRAM)}")
 _BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:[ >]*\{", re.M)
 _COMMENT = re.compile(r"/\*.*?\*/", re.S)
 _START = re.compile(r"Start(?:/End empty)? region (\d+)")
+_END = re.compile(r"End region (\d+)")
 _BRANCH = re.compile(r"= sbr\.\w+ (?:\((!?%\w+)\) )?target = \$region(\d+)")
 _VMEM = re.compile(r"#allocation\d+ \[.*space=vmem, size = (0x[0-9a-f]+)")
 
@@ -220,21 +221,26 @@ def parse(name: str, program: str, units: str, memory: str = "") -> Schedule:
       f"{name}: {len(heads)} bundles in the program, {len(slots)} in the"
       " utilization"
     )
-  bundles, region_at, jumps = [], {}, []
+  bundles, jumps, start_of, end_of = [], [], {}, {}
   ends = [head.start() for head in heads[1:]] + [len(program)]
   for i, (head, end) in enumerate(zip(heads, ends)):
     record = program[head.end() : end]
     text = _COMMENT.sub("", record)
     bundles.append(Bundle(head[1] or "", text[: text.rindex("}")], slots[i]))
     for number in _START.findall(record):
-      region_at.setdefault(int(number), i)
+      start_of.setdefault(int(number), i)
+    for number in _END.findall(record):
+      end_of[int(number)] = i
     if jump := _BRANCH.search(text):
       jumps.append((i, int(jump[2]), jump[1] or ""))
   branches = {}
   for at, number, predicate in jumps:
-    if number not in region_at:
+    if number in start_of:
+      to = start_of[number]
+    elif number - 1 in end_of:  # what the branch jumps over
+      to = end_of[number - 1] + 1
+    else:
       raise ValueError(f"{name}: region {number}, a branch's aim, is not there")
-    to = region_at[number]
     # A region "starts" with the first of its instructions, and those may have
     # been moved up, before the bundle where the branch lands.
     while not bundles[to].label:
