@@ -29,7 +29,8 @@ from typing import NamedTuple
 
 DELAY = 4  # bundles after a branch that run whether it is taken or not
 MXU = "MATMUL"
-SPILLS = ("VLOAD:FILL", "VSTORE:SPILL")
+FILL = "VLOAD:FILL"  # of a vector register, from memory
+SPILL = "VSTORE:SPILL"
 
 _PROGRAM = "final_bundles.txt"
 _UNITS = "final_hlo-static-per-bundle-utilization.txt"

@@ -71,6 +71,11 @@ class Run:
     """Bundles of the whole kernel."""
     return sum(self.counts)
 
+  def filled(self, schedule: Schedule, unit: str) -> int:
+    """Slots of a unit that the whole kernel fills."""
+    column = schedule.column(unit)
+    return sum(count * slots for count, slots in zip(self.counts, column))
+
   @property
   def steady(self) -> Step:
     """The kind of step that most of the kernel's bundles belong to."""
@@ -257,17 +262,14 @@ class _Steps:
   """Counts the kinds of steps of the outermost loop that runs most bundles."""
 
   def __init__(self, schedule):
-    regions = schedule.regions()
-    self.loops = [r for r in regions.inside if r.kind == "loop"]
+    self.loops = list(_outermost_loops(schedule.regions()))
     self.found = {r.start: collections.Counter() for r in self.loops}
-    self.whole = Step(0, ())
     self.bundles, self.entered = 0, collections.Counter()
 
   def pass_over(self, start, stop):
     # A loop is entered from above without a branch: the step starts there.
     for loop in self.loops:
       if start < loop.start < stop:
-        self.total = loop.start - start
         self.reset()
         self.bundles = stop - loop.start
         return
@@ -295,6 +297,14 @@ class _Steps:
     return max(
       counted, key=lambda steps: sum(s.bundles * n for s, n in steps.items())
     )
+
+
+def _outermost_loops(region):
+  for inside in region.inside:
+    if inside.kind == "loop":
+      yield inside
+    else:
+      yield from _outermost_loops(inside)
 
 
 def _age(value_and_time):

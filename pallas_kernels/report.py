@@ -1,0 +1,191 @@
+"""A kernel's speed by the compiler's own word, with no TPU at hand.
+
+  python -m pallas_kernels.report --op=flash_attention --topology=v5e:2x2
+    [--shape length=8192 head_dim=64] [--blocks ...] [--peer=splash] [--search]
+
+Compiles the op for the topology, reads the static schedule and prints a table,
+then a JSON object a row:
+
+  bundles/step  bundles of the grid step that takes most of the time
+  bundles       of the whole kernel: prologue, skipped tiles, every step
+  MXU, (m-m)    share of the matrix unit's slots filled, in the whole kernel and
+                in its code from the first to the last matmul
+  fill, spill   vector registers read back and put aside, in the whole kernel
+  VMEM, HBM     MiB that the kernel needs, and that it copies
+  bound us      the larger of bundles at the chip's clock and HBM's time
+  FLOP/bundle   useful ones: no masked score, nothing computed twice
+
+--search tries the block sizes that the op names and prints the best as entries
+of its tuning table; with --peer the peer is searched too, in the same process.
+A schedule does not know when copies make a kernel wait: below the bound nobody
+gets, above it perhaps.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+from pallas_kernels import schedule
+from pallas_kernels.report_chips import CHIPS, chip_of
+
+# Operands stay in HBM, as they do in a training step, whose arrays are larger:
+# left alone, the compiler keeps small ones in VMEM across kernels.
+_IN_HBM = (
+  "--xla_vf_vmem_memory_space_assignment=false"
+  " --xla_gf_vmem_memory_space_assignment=false"
+)
+
+
+@contextlib.contextmanager
+def dump_folder() -> Iterator[str]:
+  """A folder that the compiler writes schedules to; before JAX is imported."""
+  folder = tempfile.mkdtemp(prefix="schedules")
+  before = os.environ.get("LIBTPU_INIT_ARGS", "")
+  os.environ["LIBTPU_INIT_ARGS"] = " ".join(
+    [before, schedule.dump_flags(folder), _IN_HBM]
+  )
+  try:
+    yield folder
+  finally:
+    shutil.rmtree(folder)
+
+
+def figures(case, topology: str, folder: str):
+  """Compiles and reads a case.
+
+  Args:
+    case: `report_case.Case`.
+    topology: "v5e:2x2", ...
+    folder: that of `dump_folder`.
+
+  Returns:
+    `report_read.Figures` of each part.
+  """
+  from pallas_kernels import aot, report_read
+
+  for path in pathlib.Path(folder).iterdir():
+    path.unlink()
+  compiled = aot.compile_for(topology, case.function, *case.args)
+  chip = CHIPS[chip_of(topology)]
+  return report_read.read_case(case, folder, compiled.as_text(), chip)
+
+
+def search(module, topology: str, shape: dict, folder: str):
+  """Figures of all candidates of an op that compile.
+
+  Args:
+    module: of the op or the peer; see `report_case`.
+    topology: "v5e:2x2", ...
+    shape: its settings.
+    folder: that of `dump_folder`.
+
+  Returns:
+    Part -> its figures, the most useful FLOPs a bundle first.
+  """
+  chip, found = chip_of(topology), {}
+  for blocks in module.candidates(chip, shape):
+    try:
+      case = module.make_case(chip, shape, blocks)
+      for row in figures(case, topology, folder):
+        found.setdefault(row.part, []).append(row)
+    except Exception as error:  # out of VMEM, or blocks that an op refuses
+      print(f"# {blocks}: {str(error).strip().splitlines()[0][:120]}")
+  return {
+    part: sorted(rows, key=lambda row: -row.flops_per_bundle)
+    for part, rows in found.items()
+  }
+
+
+def table(rows: list[tuple[str, object]]) -> str:
+  """A line each for (name, figures)."""
+  heads = (
+    f"{'':<24}{'bundles/step':>13}{'bundles':>11}{'MXU':>7}{'(m-m)':>7}"
+    f"{'fill':>9}{'spill':>9}{'VMEM':>7}{'HBM':>8}{'bound us':>10}"
+    f"{'FLOP/bundle':>12}  blocks"
+  )
+  lines = [heads]
+  for name, row in rows:
+    blocks = " ".join(f"{k}={v}" for k, v in row.blocks.items())
+    lines.append(
+      f"{name:<24}{row.steady_bundles:>13}{row.kernel_bundles:>11}"
+      f"{row.occupancy:>7.1%}{row.matmul_occupancy:>7.1%}{row.fills:>9}"
+      f"{row.spills:>9}{row.vmem_bytes / 2**20:>7.2f}"
+      f"{row.hbm_bytes / 2**20:>8.1f}{row.bound_us:>10.1f}"
+      f"{row.flops_per_bundle:>12.0f}  {blocks}"
+    )
+  return "\n".join(lines)
+
+
+def best_entries(name: str, topology: str, shape: dict, found: dict) -> str:
+  """The winners, as entries of a tuning table, without spills if possible."""
+  lines = []
+  for part, rows in found.items():
+    clean = [row for row in rows if row.spills == 0]
+    for row, note in ((rows[0], ""), *((r, " no spills") for r in clean[:1])):
+      lines.append(
+        f"# {name} {part}{note}: {row.flops_per_bundle:.0f} FLOP/bundle,"
+        f" {row.spills} spills, {row.vmem_bytes / 2**20:.2f} MiB of VMEM\n"
+        f"({chip_of(topology)!r}, {shape['head_dim']}): {row.blocks},"
+        if "head_dim" in shape
+        else f"# {name} {part}{note}: {row.flops_per_bundle:.0f} FLOP/bundle,"
+        f" {row.spills} spills\n({chip_of(topology)!r}): {row.blocks},"
+      )
+  return "\n".join(lines)
+
+
+def settings(words: list[str]) -> dict[str, int]:
+  """{"length": 4096} of ["length=4096"]."""
+  return {
+    key: int(value) for key, _, value in (w.partition("=") for w in words)
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--op", required=True, help="folder of pallas_kernels/")
+  parser.add_argument("--topology", default="v5e:2x2")
+  parser.add_argument("--shape", nargs="+", default=[], metavar="NAME=SIZE")
+  parser.add_argument("--blocks", nargs="+", default=[], metavar="NAME=SIZE")
+  parser.add_argument("--peer", help="module of the op's folder, as `splash`")
+  parser.add_argument("--only-peer", action="store_true")
+  parser.add_argument("--search", action="store_true")
+  parser.add_argument("--top", type=int, default=3, help="rows of a search")
+  options = parser.parse_args()
+
+  with dump_folder() as folder:
+    modules = {} if options.only_peer else {options.op: "report"}
+    if options.peer:
+      modules[options.peer] = options.peer
+    rows, entries = [], []
+    for name, file in modules.items():
+      module = importlib.import_module(f"pallas_kernels.{options.op}.{file}")
+      shape = module.SHAPE | settings(options.shape)
+      if unknown := shape.keys() - module.SHAPE.keys():
+        parser.error(f"--shape of {options.op} has no {', '.join(unknown)}")
+      if options.search:
+        found = search(module, options.topology, shape, folder)
+        for part, best in found.items():
+          rows += [(f"{name} {part}", row) for row in best[: options.top]]
+        entries.append(best_entries(name, options.topology, shape, found))
+      else:
+        blocks = settings(options.blocks) if name == options.op else {}
+        chip = chip_of(options.topology)
+        case = module.make_case(chip, shape, blocks or None)
+        for row in figures(case, options.topology, folder):
+          rows.append((f"{name} {row.part}", row))
+  print(table(rows))
+  for name, row in rows:
+    print(json.dumps({"name": name} | row.as_json()))
+  print("\n".join(entries))
+
+
+if __name__ == "__main__":
+  main()
