@@ -101,7 +101,8 @@ def run(
   Args:
     schedule: the kernel.
     scalars: operand -> its 32-bit words, as they lie in memory, of those that
-      the kernel reads before it starts (`num_scalar_prefetch`).
+      the kernel reads before it starts (`num_scalar_prefetch`, and before
+      those the bounds of the grid that are traced).
     limit: of scalar instructions.
 
   Raises:
@@ -231,6 +232,8 @@ class _Machine:
       address = self.address(parts)
       if address is not None:
         self.memory[address] = self.value(stored)
+    elif kind == "operand":
+      self.write(op.out, *self.scalars.get(op.inputs[0], (None,))[:1])
     elif kind == "dma" and "_to_" in op.name:
       self.copy(op)
     else:
@@ -320,9 +323,12 @@ def _parse_bundle(text) -> list[_Op]:
       continue
     out, name, rest = match.groups()
     if name.startswith("inlined_call_operand"):
-      index = _OPERAND.search(rest)[1]
-      pointer = Pointer(f"operand{index}", 0)
-      ops.append(_Op("smov.u32", out, False, "", "", (pointer,)))
+      index = int(_OPERAND.search(rest)[1])
+      # A scalar, as a bound of the grid, arrives in a register.
+      scalar = rest.startswith(".<no memory space> [shape: s32[]")
+      name = "operand" if scalar else "smov.u32"
+      given = index if scalar else Pointer(f"operand{index}", 0)
+      ops.append(_Op(name, out, False, "", "", (given,)))
       continue
     scalar = out.startswith(("%s", "%p")) and not name.startswith("v")
     if not scalar and name.split(".")[0] not in ("sst", "dma"):
