@@ -28,12 +28,16 @@ import json
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 
 from pallas_kernels import schedule
 from pallas_kernels.report_chips import CHIPS, chip_of
 
+# What a kernel may use of VMEM (of 128 MiB) where it does not say so itself:
+# peers leave it to their users.
+_VMEM_LIMIT = "--xla_tpu_scoped_vmem_limit_kib=98304"
 # Operands stay in HBM, as they do in a training step, whose arrays are larger:
 # left alone, the compiler keeps small ones in VMEM across kernels.
 _IN_HBM = (
@@ -48,7 +52,7 @@ def dump_folder() -> Iterator[str]:
   folder = tempfile.mkdtemp(prefix="schedules")
   before = os.environ.get("LIBTPU_INIT_ARGS", "")
   os.environ["LIBTPU_INIT_ARGS"] = " ".join(
-    [before, schedule.dump_flags(folder), _IN_HBM]
+    [before, schedule.dump_flags(folder), _IN_HBM, _VMEM_LIMIT]
   )
   try:
     yield folder
@@ -90,14 +94,18 @@ def search(module, topology: str, shape: dict, folder: str):
   """
   chip, found = chip_of(topology), {}
   for blocks in module.candidates(chip, shape):
+    tried = " ".join(f"{name}={size}" for name, size in blocks.items())
     try:
       case = module.make_case(chip, shape, blocks)
       for row in figures(case, topology, folder):
-        found.setdefault(row.part, []).append(row)
+        # A part may come again, with other blocks of the other part.
+        found.setdefault(row.part, {})[tuple(row.blocks.items())] = row
+        tried += f", {row.part}: {row.flops_per_bundle:.0f} FLOP/bundle"
     except Exception as error:  # out of VMEM, or blocks that an op refuses
-      print(f"# {blocks}: {str(error).strip().splitlines()[0][:120]}")
+      tried += f": {str(error).strip().splitlines()[0][:120]}"
+    print(tried, file=sys.stderr, flush=True)
   return {
-    part: sorted(rows, key=lambda row: -row.flops_per_bundle)
+    part: sorted(rows.values(), key=lambda row: -row.flops_per_bundle)
     for part, rows in found.items()
   }
 
@@ -122,21 +130,24 @@ def table(rows: list[tuple[str, object]]) -> str:
   return "\n".join(lines)
 
 
-def best_entries(name: str, topology: str, shape: dict, found: dict) -> str:
-  """The winners, as entries of a tuning table, without spills if possible."""
-  lines = []
+def best_entry(module, topology: str, shape: dict, found: dict) -> str:
+  """The winners of a search as an entry of the op's tuning table.
+
+  Without spills wherever a candidate has none.
+
+  Args:
+    module: of the op or the peer.
+    topology: "v5e:2x2", ...
+    shape: its settings.
+    found: of `search`.
+  """
+  best = {}
   for part, rows in found.items():
     clean = [row for row in rows if row.spills == 0]
-    for row, note in ((rows[0], ""), *((r, " no spills") for r in clean[:1])):
-      lines.append(
-        f"# {name} {part}{note}: {row.flops_per_bundle:.0f} FLOP/bundle,"
-        f" {row.spills} spills, {row.vmem_bytes / 2**20:.2f} MiB of VMEM\n"
-        f"({chip_of(topology)!r}, {shape['head_dim']}): {row.blocks},"
-        if "head_dim" in shape
-        else f"# {name} {part}{note}: {row.flops_per_bundle:.0f} FLOP/bundle,"
-        f" {row.spills} spills\n({chip_of(topology)!r}): {row.blocks},"
-      )
-  return "\n".join(lines)
+    best[part] = (clean or rows)[0].blocks
+  chip = chip_of(topology)
+  entry = getattr(module, "table_entry", lambda *args: str(args))
+  return entry(chip, shape, best)
 
 
 def settings(words: list[str]) -> dict[str, int]:
@@ -174,7 +185,7 @@ def main() -> None:
         found = search(module, options.topology, shape, folder)
         for part, best in found.items():
           rows += [(f"{name} {part}", row) for row in best[: options.top]]
-        entries.append(best_entries(name, options.topology, shape, found))
+        entries.append(best_entry(module, options.topology, shape, found))
       else:
         blocks = settings(options.blocks) if name == options.op else {}
         chip = chip_of(options.topology)

@@ -5,7 +5,9 @@ An op, or a peer that it is compared with, has a module with
   SHAPE: dict[str, int], the settings of a shape and their usual values;
   make_case(chip, shape, blocks) -> Case, where `chip` is "v5e", "v6e", ...,
     and `blocks` a dict of block sizes, or None: those of the tuning table;
-  candidates(chip, shape) -> list[dict[str, int]], the block sizes to search.
+  candidates(chip, shape) -> list[dict[str, int]], the block sizes to search;
+  table_entry(chip, shape, best) -> str, a line of the op's tuning table, of
+    the best block sizes of each part. A peer needs none.
 
 The op's own is `pallas_kernels/<op>/report.py`, a peer's
 `pallas_kernels/<op>/<peer>.py`.
@@ -25,6 +27,7 @@ class Part:
     name: "forward" or "backward".
     kernels: `name=` of each `pallas_call`.
     useful_flops: without masked scores, recomputation or padding.
+    blocks: names of the block sizes that it depends on; none: all.
     scalars: kernel -> the arrays of its `num_scalar_prefetch`, in order,
       int8, int16 or int32, as far as their values are known.
   """
@@ -32,6 +35,7 @@ class Part:
   name: str
   kernels: tuple[str, ...]
   useful_flops: float
+  blocks: tuple[str, ...] = ()
   scalars: Mapping[str, list[np.ndarray]] = dataclasses.field(
     default_factory=dict
   )

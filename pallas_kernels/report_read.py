@@ -100,7 +100,7 @@ def _read_part(case, part, folder, hlo, chip) -> Figures:
   total = lambda unit: sum(run.filled(p, unit) for p, run in runs)
   return Figures(
     part=part.name,
-    blocks=case.blocks,
+    blocks={name: case.blocks[name] for name in part.blocks or case.blocks},
     steps=dict(sorted(steps.items())),
     steady_bundles=heaviest_run.steady.bundles,
     kernel_bundles=bundles,

@@ -14,23 +14,21 @@ from pallas_kernels.flash_attention import report_shape
 from pallas_kernels.report_case import Case, Part
 
 SHAPE = report_shape.SHAPE
-# The best of a search at SHAPE; see benchmarks of docs/log.md.
-BEST = dict(
-  block_q=1024,
-  block_kv=1024,
-  block_kv_compute=512,
-  block_q_dkv=1024,
-  block_kv_dkv=1024,
-  block_kv_dkv_compute=512,
-)
+SIZES = ("block_q", "block_kv", "block_kv_compute")
+BACKWARD_SIZES = ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+# The best of a search at SHAPE.
+BEST = {
+  "v5e": (1024, 1024, 256, 1024, 1024, 1024),
+  "v6e": (1024, 1024, 512, 1024, 1024, 512),
+}
 
 
 def make_case(
   chip: str, shape: Mapping[str, int], blocks: Mapping[str, int] | None
 ) -> Case:
   """Forward and fused backward, bf16."""
-  del chip
-  blocks = dict(blocks or BEST)
+  best = dict(zip(SIZES + BACKWARD_SIZES, BEST.get(chip, BEST["v5e"])))
+  blocks = dict(blocks or best)
   B, N, K, T, H = (
     shape[name] for name in ("batch", "heads", "kv_heads", "length", "head_dim")
   )
@@ -78,12 +76,14 @@ def make_case(
       Part(
         name="forward",
         kernels=(forward,),
+        blocks=SIZES,
         useful_flops=report_shape.FORWARD_FLOPS * H * scores,
         scalars={forward: scalars(kernel.fwd_mask_info)},
       ),
       Part(
         name="backward",
         kernels=(backward,),
+        blocks=BACKWARD_SIZES,
         useful_flops=report_shape.BACKWARD_FLOPS * H * scores,
         scalars={backward: scalars(kernel.dkv_mask_info)},
       ),
@@ -97,14 +97,7 @@ def candidates(chip: str, shape: Mapping[str, int]) -> list[dict[str, int]]:
   T = shape["length"]
   sizes = [size for size in (256, 512, 1024, 2048, 4096) if size <= T]
   return [
-    dict(
-      block_q=q,
-      block_kv=kv,
-      block_kv_compute=compute,
-      block_q_dkv=q,
-      block_kv_dkv=kv,
-      block_kv_dkv_compute=compute,
-    )
+    dict(zip(SIZES + BACKWARD_SIZES, 2 * (q, kv, compute)))
     for q in sizes
     for kv in sizes
     for compute in sizes

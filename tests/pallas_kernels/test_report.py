@@ -1,5 +1,6 @@
 """The report: figures of the recorded sample, layouts, the command line."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -151,7 +152,7 @@ def test_a_search_sorts_and_goes_on_after_a_failure(monkeypatch, capsys):
     if case == 3:
       raise RuntimeError("out of VMEM\nin 100 lines")
     row = sample_figures(useful_flops=case)
-    return [row]
+    return [dataclasses.replace(row, blocks={"rows": case})]
 
   module = types.SimpleNamespace(
     candidates=lambda chip, shape: [dict(rows=rows) for rows in (1, 3, 2)],
@@ -160,9 +161,24 @@ def test_a_search_sorts_and_goes_on_after_a_failure(monkeypatch, capsys):
   monkeypatch.setattr(report, "figures", figures)
   found = report.search(module, "v5e:2x2", {}, "")
   assert [row.useful_flops for row in found["forward"]] == [2, 1]
-  assert "{'rows': 3}: out of VMEM\n" in capsys.readouterr().out
-  entries = report.best_entries("op", "v5e:2x2", {"head_dim": 128}, found)
-  assert entries.splitlines()[1] == "('v5e', 128): {'rows': 8},"
+  assert "rows=3: out of VMEM\n" in capsys.readouterr().err
+
+
+def test_an_entry_prefers_what_does_not_spill():
+  row = sample_figures()
+  spilling = dataclasses.replace(row, spills=1, blocks={"rows": 16})
+  module = types.SimpleNamespace(table_entry=lambda *args: args)
+  entry = lambda rows: report.best_entry(
+    module, "v6e:2x2", {"head_dim": 64}, {"forward": rows}
+  )
+  assert entry([spilling, row]) == (
+    "v6e",
+    {"head_dim": 64},
+    {"forward": {"rows": 8}},
+  )
+  assert entry([spilling])[2] == {"forward": {"rows": 16}}
+  bare = report.best_entry(types.ModuleType("peer"), "v6e:2x2", {}, {})
+  assert bare == "('v6e', {}, {})"
 
 
 def test_the_table_has_a_line_a_row_under_its_heads():

@@ -1,0 +1,112 @@
+"""What the op tells `pallas_kernels.report` about itself."""
+
+import itertools
+from collections.abc import Mapping
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.flash_attention import report_shape, tiles, tpu, tuning
+from pallas_kernels.flash_attention.options import Options, Rows
+from pallas_kernels.report_case import Case, Part
+
+SHAPE = report_shape.SHAPE
+FORWARD, BACKWARD = "flash_attention_fwd", "flash_attention_bwd"
+SIZES = tuning.Blocks._fields
+BACKWARD_SIZES = tuple(f"backward_{name}" for name in SIZES)
+
+
+def make_case(
+  chip: str, shape: Mapping[str, int], blocks: Mapping[str, int] | None
+) -> Case:
+  """Forward and backward, bf16; see `report_case`."""
+  B, N, K, T, H = (
+    shape[name] for name in ("batch", "heads", "kv_heads", "length", "head_dim")
+  )
+  options = Options(
+    left=None,
+    right=0 if shape["causal"] else None,
+    scale=H**-0.5,
+    soft_cap=None,
+    dropout_rate=0.0,
+    operands="bfloat16",
+    out_dtype="bfloat16",
+  )
+  table = tuning.TABLE
+  if blocks:
+    pick = lambda names: tuning.Blocks(*(blocks[name] for name in names))
+    table = {(chip, H): (pick(SIZES), pick(BACKWARD_SIZES))}
+  use_table = lambda: mock.patch.dict(tuning.TABLE, dict(table), clear=True)
+  with use_table():
+    plans = [
+      tuning.find(direction, T, T, H, chip)
+      for direction in ("forward", "backward")
+    ]
+
+  def loss(q_BNTH, k_BKSH, v_BKSH, *ids_BT):
+    rows = Rows(jnp.arange(T, dtype=jnp.int32)[None], *(ids_BT or (None,)))
+    # Layers of a model would hand arrays over in this layout, or XLA would.
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BNTH, k_BKSH, v_BKSH))
+    with use_table():
+      out, _ = tpu.attend(options, 0, q, k, v, rows, rows, None)
+    return out.astype(jnp.float32).sum()
+
+  array = lambda heads: jax.ShapeDtypeStruct((B, heads, T, H), jnp.bfloat16)
+  ids, known = (), {FORWARD: [], BACKWARD: []}
+  if shape["segments"]:
+    ids = (jax.ShapeDtypeStruct((B, T), jnp.int32),)
+    real = Rows(None, jnp.asarray(report_shape.segment_ids(shape)))
+    for kernel, plan in zip(known, plans):
+      ranges = [
+        tiles.ranges(real, plan[block], B, True)
+        for block in ("block_q", "block_k")
+      ]
+      known[kernel] = list(map(np.asarray, jax.tree.leaves(ranges)))
+  scores = report_shape.unmasked_scores(shape)
+  shown = {name: plans[0][name] for name in SIZES}
+  for shown_name, name in zip(BACKWARD_SIZES, SIZES):
+    shown[shown_name] = plans[1][name]
+  return Case(
+    blocks=shown,
+    function=jax.grad(loss, argnums=(0, 1, 2)),
+    args=(array(N), array(K), array(K), *ids),
+    parts=(
+      Part(
+        name="forward",
+        kernels=(FORWARD,),
+        blocks=SIZES,
+        useful_flops=report_shape.FORWARD_FLOPS * H * scores,
+        scalars=known,
+      ),
+      Part(
+        name="backward",
+        kernels=(BACKWARD,),
+        blocks=BACKWARD_SIZES,
+        useful_flops=report_shape.BACKWARD_FLOPS * H * scores,
+        scalars=known,
+      ),
+    ),
+  )
+
+
+def candidates(chip: str, shape: Mapping[str, int]) -> list[dict[str, int]]:
+  """The same block sizes in both directions; the search judges each alone."""
+  del chip
+  T = shape["length"]
+  grid = itertools.product((256, 512, 1024), (256, 512, 1024), (128, 256, 512))
+  return [
+    dict(zip(SIZES + BACKWARD_SIZES, 2 * sizes))
+    for sizes in grid
+    if max(sizes) <= T and sizes[2] <= min(sizes[:2])
+  ]
+
+
+def table_entry(
+  chip: str, shape: Mapping[str, int], best: Mapping[str, Mapping[str, int]]
+) -> str:
+  """A line of `tuning.TABLE`, of the best blocks of each part."""
+  show = lambda part: f"Blocks{tuple(best[part].values())}"
+  key = (chip, shape["head_dim"])
+  return f"{key}: ({show('forward')}, {show('backward')}),"
