@@ -8,9 +8,11 @@ then a JSON object a row:
 
   bundles/step  bundles of the grid step that takes most of the time
   bundles       of the whole kernel: prologue, skipped tiles, every step
-  MXU, (m-m)    share of the matrix unit's slots filled, in the whole kernel and
-                in its code from the first to the last matmul
-  fill, spill   vector registers read back and put aside, in the whole kernel
+  MXU           share of the matrix unit's slots filled in the whole kernel
+  core          bundles of the code that does most of its matmuls, and the
+                share of the matrix unit's slots filled there from the first
+                matmul to the last
+  fill, spill   vector registers read back and put aside in the core, each time
   VMEM, HBM     MiB that the kernel needs, and that it copies
   bound us      the larger of bundles at the chip's clock and HBM's time
   FLOP/bundle   useful ones: no masked score, nothing computed twice
@@ -113,8 +115,8 @@ def search(module, topology: str, shape: dict, folder: str):
 def table(rows: list[tuple[str, object]]) -> str:
   """A line each for (name, figures)."""
   heads = (
-    f"{'':<24}{'bundles/step':>13}{'bundles':>11}{'MXU':>7}{'(m-m)':>7}"
-    f"{'fill':>9}{'spill':>9}{'VMEM':>7}{'HBM':>8}{'bound us':>10}"
+    f"{'':<24}{'bundles/step':>13}{'bundles':>11}{'MXU':>7}{'core':>7}"
+    f"{'(MXU)':>7}{'fill':>7}{'spill':>7}{'VMEM':>7}{'HBM':>8}{'bound us':>10}"
     f"{'FLOP/bundle':>12}  blocks"
   )
   lines = [heads]
@@ -122,8 +124,8 @@ def table(rows: list[tuple[str, object]]) -> str:
     blocks = " ".join(f"{k}={v}" for k, v in row.blocks.items())
     lines.append(
       f"{name:<24}{row.steady_bundles:>13}{row.kernel_bundles:>11}"
-      f"{row.occupancy:>7.1%}{row.matmul_occupancy:>7.1%}{row.fills:>9}"
-      f"{row.spills:>9}{row.vmem_bytes / 2**20:>7.2f}"
+      f"{row.occupancy:>7.1%}{row.core_bundles:>7}{row.core_occupancy:>7.1%}"
+      f"{row.core_fills:>7}{row.core_spills:>7}{row.vmem_bytes / 2**20:>7.2f}"
       f"{row.hbm_bytes / 2**20:>8.1f}{row.bound_us:>10.1f}"
       f"{row.flops_per_bundle:>12.0f}  {blocks}"
     )
@@ -143,7 +145,7 @@ def best_entry(module, topology: str, shape: dict, found: dict) -> str:
   """
   best = {}
   for part, rows in found.items():
-    clean = [row for row in rows if row.spills == 0]
+    clean = [row for row in rows if row.core_spills == 0]
     best[part] = (clean or rows)[0].blocks
   chip = chip_of(topology)
   entry = getattr(module, "table_entry", lambda *args: str(args))

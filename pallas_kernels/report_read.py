@@ -23,9 +23,11 @@ class Figures:
     steady_bundles: of the kind of grid step that takes most of the time.
     kernel_bundles: of whole kernels.
     occupancy: share of the MXU's slots filled, over whole kernels.
-    matmul_occupancy: the same in the code of the heaviest kernel, between its
-      first matmul and its last.
     fills, spills: vector registers read back and stored by whole kernels.
+    core_bundles: of the code that does most of the matmuls: the innermost loop
+      or branch with more than half of those of the heaviest kernel.
+    core_occupancy: of the MXU in it, from its first matmul to its last.
+    core_fills, core_spills: in it, each time it runs.
     vmem_bytes: of the kernel that needs most.
     hbm_bytes: copied by the kernels.
     schedule_us: bundles at the chip's clock.
@@ -40,9 +42,12 @@ class Figures:
   steady_bundles: int
   kernel_bundles: int
   occupancy: float
-  matmul_occupancy: float
   fills: int
   spills: int
+  core_bundles: int
+  core_occupancy: float
+  core_fills: int
+  core_spills: int
   vmem_bytes: int
   hbm_bytes: int
   schedule_us: float
@@ -92,6 +97,8 @@ def _read_part(case, part, folder, hlo, chip) -> Figures:
       runs.append((program, schedule_run.run(program, scalars)))
   bundles = sum(run.bundles for _, run in runs)
   heaviest, heaviest_run = max(runs, key=lambda pair: pair[1].bundles)
+  core = heaviest_run.core(heaviest)
+  span = core.start, core.stop
   steps = {}
   for step, times in heaviest_run.steps.items():
     steps[step.bundles] = steps.get(step.bundles, 0) + times
@@ -105,9 +112,12 @@ def _read_part(case, part, folder, hlo, chip) -> Figures:
     steady_bundles=heaviest_run.steady.bundles,
     kernel_bundles=bundles,
     occupancy=total(schedule.MXU) / slots,
-    matmul_occupancy=heaviest.matmul_occupancy(),
     fills=total(schedule.FILL),
     spills=total(schedule.SPILL),
+    core_bundles=core.bundles,
+    core_occupancy=heaviest.matmul_occupancy(*span),
+    core_fills=heaviest.filled(schedule.FILL, *span),
+    core_spills=heaviest.filled(schedule.SPILL, *span),
     vmem_bytes=max(program.vmem_bytes for program, _ in runs),
     hbm_bytes=hbm_bytes,
     schedule_us=bundles / chip.bundles_per_second * 1e6,

@@ -17,7 +17,7 @@ import dataclasses
 import re
 from typing import NamedTuple
 
-from pallas_kernels.schedule import DELAY, Schedule
+from pallas_kernels.schedule import DELAY, MXU, Region, Schedule
 
 GRANULE = 32  # bytes; in which the sizes of copies are given
 _WORD = 1 << 32
@@ -75,6 +75,20 @@ class Run:
     """Slots of a unit that the whole kernel fills."""
     column = schedule.column(unit)
     return sum(count * slots for count, slots in zip(self.counts, column))
+
+  def core(self, schedule: Schedule) -> Region:
+    """The innermost region with more than half of the kernel's matmuls."""
+    column = schedule.column(MXU)
+
+    def done(region):
+      span = range(region.start, region.stop)
+      return sum(self.counts[i] * column[i] for i in span)
+
+    region = schedule.regions()
+    half = done(region) / 2
+    while inside := [r for r in region.inside if done(r) > half]:
+      (region,) = inside
+    return region
 
   @property
   def steady(self) -> Step:

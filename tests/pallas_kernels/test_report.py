@@ -54,8 +54,10 @@ def test_figures_of_the_sample():
   assert row.schedule_us == pytest.approx(row.kernel_bundles / 1503, rel=1e-3)
   assert row.bound_us == max(row.schedule_us, row.hbm_us)
   assert row.flops_per_bundle == 1e6 / row.kernel_bundles
-  assert row.fills == row.spills == row.unknown == 0
-  assert 0 < row.occupancy < row.matmul_occupancy < 1
+  assert row.fills == row.spills == row.core_fills == row.unknown == 0
+  # The loop of the middle region, with all but one of the matmuls.
+  assert row.core_bundles == 25
+  assert 0 < row.occupancy < row.core_occupancy < 1
 
 
 def test_scalars_decide_what_runs():
@@ -166,7 +168,7 @@ def test_a_search_sorts_and_goes_on_after_a_failure(monkeypatch, capsys):
 
 def test_an_entry_prefers_what_does_not_spill():
   row = sample_figures()
-  spilling = dataclasses.replace(row, spills=1, blocks={"rows": 16})
+  spilling = dataclasses.replace(row, core_spills=1, blocks={"rows": 16})
   module = types.SimpleNamespace(table_entry=lambda *args: args)
   entry = lambda rows: report.best_entry(
     module, "v6e:2x2", {"head_dim": 64}, {"forward": rows}

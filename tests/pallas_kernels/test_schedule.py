@@ -90,6 +90,12 @@ def test_steps_are_told_apart(program, words):
   assert inside == run.bundles - grid.start - (len(run.counts) - grid.stop)
 
 
+def test_the_core_is_where_the_matmuls_are(program, words):
+  run = schedule_run.run(program, words)
+  _, middle, _ = middle_of(program)
+  assert run.core(program) == middle.inside[0]
+
+
 def test_copies_are_counted_in_bytes(program, words):
   run = schedule_run.run(program, words)
   # Each block of x once, w once though every step names it; o once a row.
