@@ -14,25 +14,12 @@ on it is not taken, so that what it guards runs, and it is listed in
 
 import collections
 import dataclasses
-import re
 from typing import NamedTuple
 
 from pallas_kernels.schedule import DELAY, MXU, Region, Schedule
+from pallas_kernels.schedule_ops import Pointer, add, compute, parse_bundle
 
 GRANULE = 32  # bytes; in which the sizes of copies are given
-_WORD = 1 << 32
-
-_INSTRUCTION = re.compile(r"\s*(%\w+) = ([a-z_]\w*(?:\.\w+)*)\s*(.*)", re.S)
-_GUARD = re.compile(r"(?:\[thread:\$\d+\]\s*)?\((!?)(%\w+)(?:, (%\w+))?\),? *")
-_OPERAND = re.compile(r"index: (\d+)")
-_THREAD = re.compile(r"\[thread:\$\d+\]\s*")
-
-
-class Pointer(NamedTuple):
-  """An address: `offset` words (or bytes) into the memory `base`."""
-
-  base: str
-  offset: int
 
 
 class Step(NamedTuple):
@@ -96,15 +83,6 @@ class Run:
     return max(self.steps, key=lambda step: step.bundles * self.steps[step])
 
 
-class _Op(NamedTuple):
-  name: str
-  out: str
-  negated: bool
-  guard: str  # the predicate that it waits for, or ""
-  otherwise: str  # the value that `out` has where it does not run, or ""
-  inputs: tuple  # of int, Pointer or the name of a value
-
-
 def run(
   schedule: Schedule,
   scalars: dict[int, list[int]] | None = None,
@@ -136,7 +114,7 @@ class _Machine:
     self.unknown = set()
     self.bytes = {"hbm_to_vmem": 0, "vmem_to_hbm": 0}
     self.now = 0
-    self.program = [_parse_bundle(bundle.text) for bundle in schedule.bundles]
+    self.program = [parse_bundle(bundle.text) for bundle in schedule.bundles]
     # Bundles at which there is something to do; all others just pass.
     self.next = [len(self.program)] * (len(self.program) + 1)
     for i in reversed(range(len(self.program))):
@@ -234,9 +212,9 @@ class _Machine:
           if op.otherwise:
             self.write(op.out, self.value(op.otherwise))
           continue
-      self.act(op)
+      self.act(op, at)
 
-  def act(self, op):
+  def act(self, op, at):
     kind = op.name.split(".")[0]
     if kind == "sld":
       address = self.address(op.inputs)
@@ -249,30 +227,36 @@ class _Machine:
     elif kind == "operand":
       self.write(op.out, *self.scalars.get(op.inputs[0], (None,))[:1])
     elif kind == "dma" and "_to_" in op.name:
-      self.copy(op)
+      self.copy(op, at)
     else:
       inputs = [self.value(x) for x in op.inputs]
-      self.write(op.out, _compute(op.name, inputs))
+      self.write(op.out, compute(op.name, inputs))
 
   def address(self, parts):
     found = Pointer("", 0)
     for part in map(self.value, parts):
       if part is None:
         return None
-      found = _add(found, part)
+      found = add(found, part)
     return found
 
-  def copy(self, op):
+  def copy(self, op, at):
     source, size, target, *_ = [self.value(x) for x in op.inputs]
     way = op.name.split(".")[1]
     if way in self.bytes:
-      self.bytes[way] += size * GRANULE
-    elif way in ("vmem_to_smem", "hbm_to_smem"):
-      if isinstance(source, Pointer) and isinstance(target, Pointer):
-        if source.base.startswith("operand"):
-          words = self.scalars.get(int(source.base[len("operand") :]), ())
-          for i, word in enumerate(words):
-            self.memory[Pointer(target.base, i)] = word
+      if isinstance(size, int):
+        self.bytes[way] += size * GRANULE
+      else:
+        self.unknown.add(at)
+    elif way.endswith("_to_smem") and isinstance(target, Pointer):
+      # What lay there before is gone, whether the new words are known or not.
+      for place in [p for p in self.memory if p.base == target.base]:
+        del self.memory[place]
+      whole = isinstance(source, Pointer) and source.offset == 0
+      if whole and source.base.startswith("operand"):
+        words = self.scalars.get(int(source.base[len("operand") :]), ())
+        for i, word in enumerate(words):
+          self.memory[Pointer(target.base, i)] = word
 
 
 class _Steps:
@@ -326,129 +310,3 @@ def _outermost_loops(region):
 
 def _age(value_and_time):
   return value_and_time[1]
-
-
-def _parse_bundle(text) -> list[_Op]:
-  """The instructions of a bundle that scalars or copies depend on."""
-  ops = []
-  for part in text.split(";;"):
-    match = _INSTRUCTION.match(part)
-    if not match:
-      continue
-    out, name, rest = match.groups()
-    if name.startswith("inlined_call_operand"):
-      index = int(_OPERAND.search(rest)[1])
-      # A scalar, as a bound of the grid, arrives in a register.
-      scalar = rest.startswith(".<no memory space> [shape: s32[]")
-      name = "operand" if scalar else "smov.u32"
-      given = index if scalar else Pointer(f"operand{index}", 0)
-      ops.append(_Op(name, out, False, "", "", (given,)))
-      continue
-    scalar = out.startswith(("%s", "%p")) and not name.startswith("v")
-    if not scalar and name.split(".")[0] not in ("sst", "dma"):
-      continue
-    guard = _GUARD.match(rest)
-    negated, predicate, otherwise = False, "", ""
-    if guard:
-      negated, predicate = bool(guard[1]), guard[2]
-      otherwise = guard[3] or ""
-      rest = rest[guard.end() :]
-    rest = _THREAD.sub("", rest).replace("resolvable:$", "")
-    inputs = tuple(map(_parse_operand, _operands(rest)))
-    ops.append(_Op(name, out, negated, predicate, otherwise, inputs))
-  return ops
-
-
-def _operands(text) -> list[str]:
-  """Words of an instruction: names, numbers, allocations."""
-  text = re.sub(r"\[(true|false)\]", "", text)
-  return re.findall(r"!?%\w+|#allocation\w+|\$?0x[0-9a-f]+|-?\b\d+\b", text)
-
-
-def _parse_operand(word):
-  if word.startswith("#"):
-    return Pointer(word, 0)
-  if word.startswith(("%", "!")):
-    return word
-  return _signed(int(word.lstrip("$"), 0))
-
-
-def _signed(value: int) -> int:
-  value %= _WORD
-  return value - _WORD if value >= _WORD >> 1 else value
-
-
-def _add(x, y):
-  if isinstance(x, Pointer) and isinstance(y, Pointer):
-    return Pointer(x.base + y.base, x.offset + y.offset)
-  if isinstance(x, Pointer):
-    return Pointer(x.base, x.offset + y)
-  if isinstance(y, Pointer):
-    return Pointer(y.base, x + y.offset)
-  return _signed(x + y)
-
-
-_COMPARE = {
-  "eq": lambda x, y: x == y,
-  "ne": lambda x, y: x != y,
-  "lt": lambda x, y: x < y,
-  "le": lambda x, y: x <= y,
-  "gt": lambda x, y: x > y,
-  "ge": lambda x, y: x >= y,
-}
-_INTEGERS = {
-  "ssub": lambda x, y: x - y,
-  "smul": lambda x, y: x * y,
-  "sand": lambda x, y: x & y,
-  "sor": lambda x, y: x | y,
-  "sxor": lambda x, y: x ^ y,
-  "smin": min,
-  "smax": max,
-  "sshra": lambda x, y: x >> (y % 32),
-  "sshrl": lambda x, y: (x % _WORD) >> (y % 32),
-  "sshll": lambda x, y: x << (y % 32),
-}
-
-
-def _compute(name, inputs):
-  """The result of an instruction; None if it is not known."""
-  kind, *modifiers = name.split(".")
-  if kind in ("smov", "int_to_ptr") and len(inputs) == 1:
-    return inputs[0]
-  if kind == "scalar_select":
-    return inputs[0] if inputs[0] is None else inputs[1 if inputs[0] else 2]
-  if kind in ("por", "pand", "pnand", "pnor", "pxor", "pneg", "pmov"):
-    return _logic(kind, inputs)
-  if len(inputs) != 2 or None in inputs:
-    return None
-  x, y = inputs
-  if kind in ("sadd", "scalar_lea"):
-    return _add(x, y)
-  if isinstance(x, Pointer) and kind == "sshll":
-    return x  # a change of unit
-  if isinstance(x, Pointer) or isinstance(y, Pointer):
-    return None
-  if kind == "scmp" and modifiers[1] in ("s32", "u32"):
-    if modifiers[1] == "u32":
-      x, y = x % _WORD, y % _WORD
-    return _COMPARE[modifiers[0]](x, y)
-  if kind in _INTEGERS:
-    return _signed(_INTEGERS[kind](x, y))
-  return None
-
-
-def _logic(kind, inputs):
-  """Of predicates, of which some may be unknown (None)."""
-  if kind in ("pneg", "pmov"):
-    (x,) = inputs
-    return x if x is None or kind == "pmov" else not x
-  if kind == "pxor":
-    return None if None in inputs else inputs[0] != inputs[1]
-  decisive = kind in ("por", "pnor")  # the value that alone decides
-  if any(x is not None and bool(x) == decisive for x in inputs):
-    known = decisive
-  elif None in inputs:
-    return None
-  else:
-    known = not decisive
-  return known != (kind in ("pnand", "pnor"))

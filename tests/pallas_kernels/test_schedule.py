@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pallas_kernels import report_read, schedule, schedule_run
+from pallas_kernels import report_read, schedule, schedule_ops, schedule_run
 from tests.pallas_kernels import schedule_sample as sample
 
 
@@ -176,11 +176,11 @@ def test_a_loop_with_a_counter_in_a_register():
   ],
 )
 def test_instructions(instruction, wanted):
-  (op,) = schedule_run._parse_bundle(f" %s1_s0 = {instruction}")
+  (op,) = schedule_ops.parse_bundle(f" %s1_s0 = {instruction}")
   machine = schedule_run._Machine(program_of("  :  {}"), {})
-  assert schedule_run._compute(
-    op.name, list(map(machine.value, op.inputs))
-  ) == (wanted)
+  assert schedule_ops.compute(op.name, list(map(machine.value, op.inputs))) == (
+    wanted
+  )
 
 
 @pytest.mark.parametrize(("guard", "wanted"), [("1", 6), ("0", 5), ("8", 6)])
