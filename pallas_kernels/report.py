@@ -17,6 +17,9 @@ then a JSON object a row:
   bound us      the larger of bundles at the chip's clock and HBM's time
   FLOP/bundle   useful ones: no masked score, nothing computed twice
 
+The JSON row "outside" is what XLA adds around the kernels: sums of partial
+gradients, copies into another layout, the loss that is differentiated.
+
 --search tries the block sizes that the op names and prints the best as entries
 of its tuning table; with --peer the peer is searched too, in the same process.
 A schedule does not know when copies make a kernel wait: below the bound nobody
@@ -34,7 +37,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from pallas_kernels import schedule
+from pallas_kernels import report_read, schedule
 from pallas_kernels.report_chips import CHIPS, chip_of
 
 # What a kernel may use of VMEM (of 128 MiB) where it does not say so itself:
@@ -73,7 +76,7 @@ def figures(case, topology: str, folder: str):
   Returns:
     `report_read.Figures` of each part.
   """
-  from pallas_kernels import aot, report_read
+  from pallas_kernels import aot
 
   for path in pathlib.Path(folder).iterdir():
     path.unlink()
@@ -177,7 +180,7 @@ def main() -> None:
     modules = {} if options.only_peer else {options.op: "report"}
     if options.peer:
       modules[options.peer] = options.peer
-    rows, entries = [], []
+    rows, entries, around = [], [], {}
     for name, file in modules.items():
       module = importlib.import_module(f"pallas_kernels.{options.op}.{file}")
       shape = module.SHAPE | settings(options.shape)
@@ -189,14 +192,21 @@ def main() -> None:
           rows += [(f"{name} {part}", row) for row in best[: options.top]]
         entries.append(best_entry(module, options.topology, shape, found))
       else:
-        blocks = settings(options.blocks) if name == options.op else {}
         chip = chip_of(options.topology)
-        case = module.make_case(chip, shape, blocks or None)
+        case = module.make_case(chip, shape, None)
+        if options.blocks and name == options.op:
+          blocks = case.blocks | settings(options.blocks)
+          case = module.make_case(chip, shape, blocks)
         for row in figures(case, options.topology, folder):
           rows.append((f"{name} {row.part}", row))
+        around[name] = report_read.outside(case, folder)
   print(table(rows))
   for name, row in rows:
     print(json.dumps({"name": name} | row.as_json()))
+  for name, (bundles, moved) in around.items():
+    print(
+      json.dumps(dict(name=f"{name} outside", bundles=bundles, hbm_bytes=moved))
+    )
   print("\n".join(entries))
 
 

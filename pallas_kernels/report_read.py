@@ -84,11 +84,34 @@ def read_case(case: Case, folder: str, hlo: str, chip: Chip) -> list[Figures]:
   return [_read_part(case, part, folder, hlo, chip) for part in case.parts]
 
 
+def outside(case: Case, folder: str) -> tuple[int, int]:
+  """(bundles, HBM bytes) of all that the program does beside its kernels.
+
+  What XLA puts around them, such as sums of partial gradients, also of the
+  function that the case differentiates.
+  """
+  ours = [kernel for part in case.parts for kernel in part.kernels]
+  bundles = moved = 0
+  for name in dict.fromkeys(schedule.names(folder)):
+    # TLP is the program that calls the others.
+    if name == "TLP" or name.startswith("<") or _is_one_of(name, ours):
+      continue
+    run = schedule_run.run(schedule.read(folder, name))
+    bundles += run.bundles
+    moved += run.read_bytes + run.written_bytes
+  return bundles, moved
+
+
+def _is_one_of(name, kernels) -> bool:
+  """Whether the compiler made a name of that of a kernel."""
+  return any(re.fullmatch(rf"{kernel}(\.\d+)*", name) for kernel in kernels)
+
+
 def _read_part(case, part, folder, hlo, chip) -> Figures:
   dumped = schedule.names(folder)
   runs = []
   for kernel in part.kernels:
-    found = [n for n in dumped if re.fullmatch(rf"{kernel}(\.\d+)*", n)]
+    found = [name for name in dumped if _is_one_of(name, [kernel])]
     if not found:
       raise ValueError(f"no kernel {kernel!r} was compiled, but {dumped}")
     for name in found:

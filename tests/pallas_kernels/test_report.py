@@ -76,6 +76,15 @@ def test_a_kernel_that_was_not_compiled_is_named():
     sample_figures(kernels=("other",))
 
 
+def test_what_is_outside_of_the_kernels():
+  row = sample_figures()
+  beside = sample_case(kernels=("samp", "sample.1.x"), scalars={})
+  bundles, moved = report_read.outside(beside, sample.DATA)
+  assert bundles > row.kernel_bundles  # nothing is known of its scalars
+  assert moved == row.hbm_bytes
+  assert report_read.outside(sample_case(), sample.DATA) == (0, 0)
+
+
 def lookup(words, row, column, rows_of_a_tile, packed, columns):
   """The definition of a tiled layout, an element at a time."""
   tiles_across = -(-columns // 128)
@@ -223,6 +232,10 @@ def test_the_peer_is_compiled_and_read():
   rows = [
     json.loads(line) for line in shown.splitlines() if line.startswith("{")
   ]
+  outside = rows.pop()
+  # At the very least, the sum of two bf16 [2048, 128] to one gradient.
+  assert outside["name"] == "splash outside"
+  assert outside["hbm_bytes"] >= 3 * 2048 * 128 * 2
   assert [row["part"] for row in rows] == ["forward", "backward"]
   for row in rows:
     # 4 tiles of 1024 x 1024, of which the mask empties one.
