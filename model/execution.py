@@ -21,6 +21,7 @@ class Execution:
   Attributes:
     precision: dtypes; see `model/precision.py`.
     attention: implementation of `flash_attention`.
+    loss: implementation of `linear_cross_entropy`.
     remat: what the backward pass recomputes. "none": nothing; "dots": all
       but matmul results; "block": all but the inputs of every
       `remat_every`-th block; "nested": a scan of scans, both recomputed,
@@ -34,6 +35,7 @@ class Execution:
 
   precision: Precision = POLICIES["float32"]
   attention: str = "auto"
+  loss: str = "auto"
   remat: Remat = "none"
   remat_every: int = 1
   unroll: int = 1

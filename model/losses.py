@@ -1,30 +1,24 @@
 """Losses of a head over the vocabulary, without ever holding all its logits.
 
-Both walk over chunks of the sequence, so that float32 logits exist for
-`Execution.loss_chunk` tokens a device at a time, forward and backward.
+The op is `pallas_kernels/linear_cross_entropy`; here it meets a model, a
+precision policy and a mesh.
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from model.execution import Execution
-from model.precision import einsum
 from model.transformer import Transformer
-from pallas_kernels.dot import dot
-
-
-class Head(NamedTuple):
-  """The static part of a projection to logits."""
-
-  equation: str
-  scale: float
-  soft_cap: float | None
-  chunk: int
-  execution: Execution
+from pallas_kernels.linear_cross_entropy.op import (
+  linear_cross_entropy,
+  linear_log_probs,
+)
+from sharding.rules import mesh_axes, sharding
 
 
 def cross_entropy(
@@ -37,10 +31,6 @@ def cross_entropy(
   execution: Execution = Execution(),
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
   """Weighted sums over tokens; who divides them is `train/step.py`.
-
-  The gradients of the projection are computed beside the loss, chunk by
-  chunk, since a sum needs no more than a scalar from the backward pass: the
-  logits are computed once.
 
   Args:
     model: gives the head, its scale and its soft-cap.
@@ -55,36 +45,36 @@ def cross_entropy(
     The sum of weighted losses, the sum of weights, and {"nll", "z_loss"}: the
     two parts of the first, without gradients. Nats, float32 scalars.
   """
-  head, w = _head(model, hidden_BTD, execution)
-  hidden = execution.shard(hidden_BTD, ("batch", "seq", None))
-  loss, parts = _cross_entropy(head, z_loss, hidden, w, targets_BT, weights_BT)
-  # Only the first has a gradient; a derivative of the parts is a plain 0.
-  return loss, jnp.sum(weights_BT), jax.lax.stop_gradient(parts)
+  op = functools.partial(linear_cross_entropy, z_loss=z_loss)
+  arrays = hidden_BTD, targets_BT, weights_BT
+  loss, parts = _apply(op, model, execution, arrays, summed=True)
+  return loss, jnp.sum(weights_BT), parts
 
 
 def token_log_probs(
   model: Transformer,
   hidden_BTD: jax.Array,
   targets_BT: jax.Array,
+  mask_BT: jax.Array | None = None,
   *,
   execution: Execution = Execution(),
 ) -> jax.Array:
   """Log-probability of each target, float32 [B, T], nats.
 
   Logits are recomputed in the backward pass.
+
+  Args:
+    model: gives the head, its scale and its soft-cap.
+    hidden_BTD: output of the model.
+    targets_BT: int32, the token that follows.
+    mask_BT: bool; where False, the result is 0. None: True.
+    execution: how to run.
   """
-  head, w = _head(model, hidden_BTD, execution)
-  hidden = execution.shard(hidden_BTD, ("batch", "seq", None))
-
-  @functools.partial(jax.checkpoint, prevent_cse=False)
-  def chunk(_, part):
-    x, targets = part
-    logits, _ = _logits(head, x, w)
-    log_probs = _pick(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
-    return None, log_probs
-
-  parts = _split((hidden, targets_BT), head.chunk)
-  return _join(jax.lax.scan(chunk, None, parts)[1], targets_BT.shape[1])
+  if mask_BT is None:
+    mask_BT = jnp.ones(targets_BT.shape, bool)
+  op = lambda *arrays, **settings: linear_log_probs(*arrays, **settings).targets
+  arrays = hidden_BTD, targets_BT, mask_BT
+  return _apply(op, model, execution, arrays, summed=False)
 
 
 def batch_log_probs(model: Transformer, batch, execution: Execution):
@@ -101,144 +91,79 @@ def batch_log_probs(model: Transformer, batch, execution: Execution):
     segment_ids=batch["segment_ids"],
     execution=execution,
   )
+  weights_BT = batch["loss_weights"]
   log_probs_BT = token_log_probs(
-    model, hidden_BTD, batch["targets"], execution=execution
+    model, hidden_BTD, batch["targets"], weights_BT != 0, execution=execution
   )
-  return log_probs_BT * batch["loss_weights"]
+  return log_probs_BT * weights_BT
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cross_entropy(head: Head, z_loss: float, hidden, w, targets, weights):
-  """The weighted sum of losses, and its two parts."""
+def _apply(
+  op: Callable,
+  model: Transformer,
+  execution: Execution,
+  arrays: tuple[jax.Array, ...],
+  *,
+  summed: bool,
+):
+  """Runs an op of the head where and how `execution` says.
 
-  def chunk(_, part):
-    x, targets = part
-    logits, _ = _logits(head, x, w)
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    return None, (lse - _gather(logits, targets), z_loss * jnp.square(lse))
-
-  parts = _split((hidden, targets), head.chunk)
-  losses = jax.lax.scan(chunk, None, parts)[1]
-  return _sums(*_join(losses, targets.shape[1]), weights)
-
-
-def _cross_entropy_fwd(head, z_loss, hidden, w, targets, weights):
-  """Also computes the gradients that a cotangent of one would ask for.
-
-  Each part of the batch has a gradient of the weights of its own, and they
-  are added once: a sum kept whole would be reduced over devices every chunk.
+  Args:
+    op: (x, head, *rest, **settings) -> a tree of sums or of arrays [B, T].
+    model: gives the head, its scale and its soft-cap.
+    execution: how to run.
+    arrays: x [B, T, D], rest [B, T].
+    summed: whether the results are sums over tokens.
   """
-  execution = head.execution
-  operands, num_parts = execution.precision.operands, execution.num_batch_shards
-  inputs, out = head.equation.split("->")
-  x_dims, w_dims = inputs.split(",")
+  equation, head = model.head_weight
+  config, mesh = model.config, execution.mesh
+  impl = execution.loss
+  if impl == "auto":
+    impl = "tpu" if execution.platform == "tpu" else "xla"
+  op = functools.partial(
+    op,
+    layout=equation[len("BTD,") :][:2],
+    scale=config.logit_scale,
+    soft_cap=config.logit_softcap,
+    operands=execution.precision.operands,
+    chunk=execution.loss_chunk,
+    impl=impl,
+  )
+  x, *rest = arrays
+  x = execution.shard(x, ("batch", "seq", None))
+  if mesh is None:
+    return op(x, head, *rest)
+  if impl != "tpu":
+    shards = execution.num_batch_shards
+    return op(x, head, *rest, shard=execution.shard, num_batch_shards=shards)
 
-  @jax.vmap
-  def outer_product(x, grad):
-    return dot(f"{x_dims},{out}->{w_dims}", x, grad, operands)
+  # Mosaic kernels cannot be partitioned: each device runs the op on its own
+  # tokens and its own part of the vocabulary. Where tokens are split, the
+  # vocabulary is not.
+  rules = execution.rules
+  tokens = mesh_axes("batch", rules) + mesh_axes("seq", rules)
+  vocab = tuple(a for a in mesh_axes("vocab", rules) if a not in tokens)
+  rules = dataclasses.replace(rules, vocab=vocab)
+  spec = lambda x, names: sharding("loss", x.shape, names, mesh, rules).spec
+  layout = op.keywords["layout"]
+  head_names = tuple({"D": None, "V": "vocab"}[dim] for dim in layout)
 
-  by_part = lambda x: x.reshape(num_parts, -1, *x.shape[1:])
+  def local(*arrays):
+    out = op(*arrays, vocab_axis=vocab or None)
+    add = lambda x: jax.lax.psum(x, tokens) if tokens else x
+    return jax.tree.map(add, out) if summed else out
 
-  def chunk(dw, part):
-    x, targets, weights = part
-    logits, slope = _logits(head, x, w)
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    losses = lse - _gather(logits, targets), z_loss * jnp.square(lse)
-    probs = jnp.exp(logits - lse[..., None])
-    grad = probs * (1.0 + 2.0 * z_loss * lse)[..., None]
-    grad = grad - _is_target(logits, targets)
-    grad = grad * slope * weights[..., None]
-    dx = dot(f"{out},{w_dims}->{x_dims}", grad, w, operands)
-    dw = dw + outer_product(by_part(x), by_part(grad))
-    return dw, (dx.astype(x.dtype), *losses)
-
-  parts = _split((hidden, targets, weights), head.chunk)
-  dw = jnp.zeros((num_parts, *w.shape), jnp.float32)
-  names = tuple({"D": None, "V": "vocab"}[letter] for letter in w_dims)
-  dw = execution.shard(dw, ("batch", *names))
-  dw, outputs = jax.lax.scan(chunk, dw, parts)
-  dx, nll, z = _join(outputs, targets.shape[1])
-  dw = jnp.sum(dw, axis=0).astype(w.dtype)
-  return _sums(nll, z, weights), (dx, dw, nll + z)
-
-
-def _cross_entropy_bwd(head, z_loss, saved, cotangents):
-  g, _ = cotangents
-  dx, dw, losses = saved
-  # Rounding g alone would scale a whole bfloat16 gradient by up to 0.4 %.
-  return (dx * g).astype(dx.dtype), dw * g, None, losses * g
-
-
-_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
-
-
-def _sums(nll_BT, z_BT, weights_BT):
-  """Over tokens: the loss, and its parts."""
-  nll, z = jnp.sum(weights_BT * nll_BT), jnp.sum(weights_BT * z_BT)
-  return nll + z, {"nll": nll, "z_loss": z}
-
-
-def _head(model: Transformer, hidden_BTD, execution: Execution):
-  """The static part of the head, and its weight."""
-  equation, w = model.head_weight
-  B, T, _ = hidden_BTD.shape
-  rows = max(1, B // execution.num_batch_shards)
-  # At least two chunks, so that the logits never exist as a whole.
-  chunk = min(max(1, execution.loss_chunk // rows), max(1, T // 2))
-  config = model.config
-  scale, cap = config.logit_scale, config.logit_softcap
-  return Head(equation, scale, cap, chunk, execution), w
-
-
-def _logits(head: Head, x, w):
-  """Logits [B, C, V], and their derivative by the bare product."""
-  execution = head.execution
-  precision = dataclasses.replace(execution.precision, activations="float32")
-  logits = einsum(head.equation, x, w, precision) * head.scale
-  slope = jnp.float32(head.scale)
-  if head.soft_cap is not None:
-    tanh = jnp.tanh(logits / head.soft_cap)
-    logits = head.soft_cap * tanh
-    slope = slope * (1.0 - jnp.square(tanh))
-  return execution.shard(logits, ("batch", None, "vocab")), slope
-
-
-def _is_target(logits, targets):
-  """Bool [B, C, V]; a comparison splits over the vocabulary, a gather not."""
-  vocab = jnp.arange(logits.shape[-1], dtype=targets.dtype)
-  return targets[..., None] == vocab[None, None]
-
-
-def _gather(logits, targets):
-  """The logit of each target, [B, C], without a pass over all."""
-  index = targets[..., None]
-  return jnp.take_along_axis(logits, index, axis=-1, mode="clip")[..., 0]
-
-
-def _pick(logits, targets):
-  """The same for a gradient, which a gather would scatter."""
-  return jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
-
-
-def _split(arrays, size: int):
-  """Trees of [B, T, ...] -> [chunks, B, size, ...]; zeros fill the last."""
-
-  def split(x):
-    B, T = x.shape[:2]
-    num = -(-T // size)
-    fill = [(0, 0)] * x.ndim
-    fill[1] = (0, num * size - T)
-    x = jnp.pad(x, fill).reshape(B, num, size, *x.shape[2:])
-    return jnp.swapaxes(x, 0, 1)
-
-  return jax.tree.map(split, arrays)
-
-
-def _join(arrays, T: int):
-  """Trees of [chunks, B, size, ...] -> [B, T, ...]."""
-
-  def join(x):
-    x = jnp.swapaxes(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T]
-
-  return jax.tree.map(join, arrays)
+  per_token = spec(rest[0], ("batch", "seq"))
+  mapped = jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(
+      spec(x, ("batch", "seq", None)),
+      spec(head, head_names),
+      *[per_token] * len(rest),
+    ),
+    out_specs=PartitionSpec() if summed else per_token,
+    # Kernels do not say over which axes their results vary.
+    check_vma=False,
+  )
+  return mapped(x, head, *rest)
