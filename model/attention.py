@@ -1,5 +1,6 @@
 """Multi-head, grouped-query and multi-query attention."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -12,7 +13,9 @@ from model.dropout import fold
 from model.execution import Execution
 from model.linear import Linear
 from model.norms import Norm
+from pallas_kernels.flash_attention.dropout import row_words
 from pallas_kernels.flash_attention.op import flash_attention
+from sharding.rules import spec
 
 
 class View(NamedTuple):
@@ -101,21 +104,24 @@ class Attention(nnx.Module):
     if cache is not None:
       k, v, new = cache(k, v)
 
+    rows = _rows(view)
+    if dropout_keys_B is not None and config.attention_dropout:
+      index, keys = jnp.arange(q.shape[1]), fold(dropout_keys_B, 0)
+      rows["dropout_words_2BNT"] = row_words(keys, index, config.num_heads)
+
     def attend(window: int | None):
-      return lambda q, k, v: flash_attention(
-        q,
-        k,
-        v,
+      op = functools.partial(
+        flash_attention,
         causal=config.causal,
         window=window,
         scale=config.attention_scale,
         soft_cap=config.attention_softcap,
         dropout_rate=config.attention_dropout,
-        dropout_keys_B=fold(dropout_keys_B, 0),
         operands=execution.precision.operands,
+        platform=execution.platform,
         impl=execution.attention,
-        **_rows(view),
       )
+      return lambda q, k, v: _on_mesh(op, execution, q, k, v, rows)
 
     windows = dict(local=config.window) | {"global": None}
     kinds = tuple(dict.fromkeys(config.layer_kinds))
@@ -142,6 +148,41 @@ def _pick(choices: tuple, index: int | jax.Array):
   if isinstance(index, int):
     return choices[index]
   return jax.tree.map(lambda *x: jnp.stack(x)[index], *choices)
+
+
+# Dims of what says who may see whom.
+_ROWS = {
+  "q_positions": ("batch", "seq"),
+  "k_positions": ("batch", None),
+  "q_segment_ids": ("batch", "seq"),
+  "k_segment_ids": ("batch", None),
+  "dropout_words_2BNT": (None, "batch", "heads", "seq"),
+}
+
+
+def _on_mesh(op, execution: Execution, q_BTNH, k_BSKH, v_BSKH, rows: dict):
+  """Runs `flash_attention`, where it is a kernel, on each device's heads.
+
+  XLA splits a program over a mesh by itself, but for the kernels in it.
+  """
+  mesh, rules = execution.mesh, execution.rules
+  kernels = {"auto": execution.platform == "tpu", "tpu": True}
+  if mesh is None or not kernels.get(execution.attention, False):
+    return op(q_BTNH, k_BSKH, v_BSKH, **rows)
+  queries = spec(("batch", "seq", "heads", None), rules)
+  keys = spec(("batch", None, "kv_heads", None), rules)
+  return jax.shard_map(
+    lambda q, k, v, rows: op(q, k, v, **rows),
+    mesh=mesh,
+    in_specs=(
+      queries,
+      keys,
+      keys,
+      {name: spec(_ROWS[name], rules) for name in rows},
+    ),
+    out_specs=queries,
+    check_vma=False,
+  )(q_BTNH, k_BSKH, v_BSKH, rows)
 
 
 def _rows(view: View) -> dict[str, jax.Array]:

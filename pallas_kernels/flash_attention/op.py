@@ -3,10 +3,32 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.flash_attention import reference, xla
-from pallas_kernels.flash_attention.options import Options, Rows
+from pallas_kernels import impls
+from pallas_kernels.flash_attention import gpu, reference, tpu, xla
+from pallas_kernels.flash_attention.options import LEAST, Options, Rows
 
-IMPLS = ("reference", "xla")
+_ALL = frozenset(
+  {
+    "bidirectional window",
+    "dropout_rate",
+    "operands='float32'",
+    "q_offset",
+    "q_positions",
+    "q_segment_ids",
+    "return_lse",
+    "sinks",
+    "soft_cap",
+    "window",
+  }
+)
+HONOURS = {
+  "reference": _ALL,
+  "xla": _ALL,
+  "tpu": _ALL,
+  "gpu": frozenset({"window"}),
+}
+
+Window = int | tuple[int | None, int | None] | None
 
 
 def flash_attention(
@@ -15,18 +37,23 @@ def flash_attention(
   v_BSKH: jax.Array,
   *,
   causal: bool = True,
-  window: int | None = None,
+  window: Window = None,
+  q_offset: int | jax.Array | None = None,
   q_positions: jax.Array | None = None,
   k_positions: jax.Array | None = None,
   q_segment_ids: jax.Array | None = None,
   k_segment_ids: jax.Array | None = None,
   scale: float | None = None,
   soft_cap: float | None = None,
+  sinks_N: jax.Array | None = None,
   dropout_rate: float = 0.0,
-  dropout_keys_B: jax.Array | None = None,
+  dropout_words_2BNT: jax.Array | None = None,
+  return_lse: bool = False,
   operands: str = "float32",
+  out_dtype: str = "float32",
   impl: str = "auto",
-) -> jax.Array:
+  platform: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
   """Softmax attention of N query heads over K key/value heads, N = G K.
 
   Query head n reads key head n // G. Rows that may see no key give 0, and
@@ -38,7 +65,11 @@ def flash_attention(
     k_BSKH: keys.
     v_BSKH: values.
     causal: a query sees keys at its own position and before.
-    window: a query sees keys less than so many positions away; None: all.
+    window: a query sees keys less than so many positions away; or a pair
+      (left, right) of how many positions before and after it are seen, None
+      for all. None: all.
+    q_offset: position of the first query where keys stand at 0, 1, ...: the
+      length of a cache. An int, or int32 of shape [] or [B].
     q_positions: int32 [B, T]; None: the index of the row. Tokens of a
       segment must stand in order when positions are left out.
     k_positions: int32 [B, S]; given together with `q_positions`.
@@ -47,16 +78,25 @@ def flash_attention(
     k_segment_ids: int32 [B, S]; given together with `q_segment_ids`.
     scale: multiplies scores; None: H ** -0.5.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap).
+    sinks_N: float32, a score a head that joins the softmax but has no value
+      (arXiv:2309.17453 in the learned form of gpt-oss).
     dropout_rate: of attention probabilities.
-    dropout_keys_B: a PRNG key a batch row; None: no dropout.
+    dropout_words_2BNT: of `dropout.row_words`; None: no dropout.
+    return_lse: also give the logsumexp of the scores of each query.
     operands: dtype of matmul operands, in both directions.
-    impl: "reference" (O(T S) memory), "xla" (O(T)), or "auto".
+    out_dtype: of the output.
+    impl: "reference" (O(T S) memory), "xla" (O(T)), "tpu" (Pallas; interpreted
+      on other platforms), "gpu" (cuDNN), or "auto".
+    platform: of the devices that will run this, for "auto"; None: JAX's
+      default.
 
   Returns:
-    float32 [B, T, N, H].
+    [B, T, N, H]; with `return_lse` also float32 [B, T, N], -1e30 where a
+    query sees nothing.
 
   Raises:
-    ValueError: shapes disagree, or `impl` is not known.
+    ValueError: shapes disagree, or `impl` is not known or cannot honour an
+      argument.
   """
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
@@ -67,44 +107,120 @@ def flash_attention(
     )
   if N % K:
     raise ValueError(f"{N} query heads are not a multiple of {K} key heads")
-  if (q_positions is None) != (k_positions is None):
-    raise ValueError("give q_positions and k_positions both, or neither")
+  if sinks_N is not None and sinks_N.shape != (N,):
+    raise ValueError(f"wanted sinks of shape [{N}], got {sinks_N.shape}")
+  if dropout_words_2BNT is not None:
+    if dropout_words_2BNT.shape != (2, B, N, T):
+      raise ValueError(
+        f"wanted dropout words of shape {(2, B, N, T)}, got"
+        f" {dropout_words_2BNT.shape}"
+      )
   if (q_segment_ids is None) != (k_segment_ids is None):
     raise ValueError("give q_segment_ids and k_segment_ids both, or neither")
-  if q_positions is None and T != S:
-    raise ValueError(
-      f"{T} queries and {S} keys: where do they stand? Set q_positions and"
-      " k_positions"
-    )
-  if window is not None and window < 1:
-    raise ValueError(f"window must be at least 1, got {window}")
+  left, right = _sides(causal, window)
+  offset, q_index, k_index = _positions(
+    T, S, q_offset, q_positions, k_positions
+  )
+  if dropout_words_2BNT is None:
+    dropout_rate = 0.0
 
+  uses = {
+    "bidirectional window": (left, right) != (None, None) and right != 0,
+    "dropout_rate": dropout_rate > 0.0,
+    "operands='float32'": operands == "float32",
+    "q_offset": q_offset is not None,
+    "q_positions": q_positions is not None,
+    "q_segment_ids": q_segment_ids is not None,
+    "return_lse": return_lse,
+    "sinks": sinks_N is not None,
+    "soft_cap": soft_cap is not None,
+    "window": left is not None,
+  }
+  request = impls.Request(
+    "flash_attention",
+    impl,
+    frozenset(name for name, use in uses.items() if use),
+  )
+  impl = impls.choose(request, HONOURS, platform)
   options = Options(
-    causal=causal,
-    window=window,
+    left=left,
+    right=right,
     scale=H**-0.5 if scale is None else scale,
     soft_cap=soft_cap,
     dropout_rate=dropout_rate,
     operands=operands,
+    out_dtype=out_dtype,
   )
-  ordered = q_positions is None
-  if ordered:
-    q_positions = k_positions = jnp.arange(T, dtype=jnp.int32)[None]
-  queries = Rows(q_positions, q_segment_ids)
-  keys = Rows(k_positions, k_segment_ids)
+  words = dropout_words_2BNT if dropout_rate > 0.0 else None
   # A weight of 0 does not hide a NaN: 0 NaN = NaN.
   q = _without_padding(q_BTNH, q_segment_ids)
   k = _without_padding(k_BSKH, k_segment_ids)
   v = _without_padding(v_BSKH, k_segment_ids)
-  arrays = q, k, v, queries, keys, dropout_keys_B
-  if impl in ("auto", "xla"):
-    out = xla.attend(options, ordered, *arrays)
-  elif impl == "reference":
-    out = reference.attend(options, *arrays)
+  arrays = q, k, v, Rows(q_index, q_segment_ids), Rows(k_index, k_segment_ids)
+  if impl == "gpu":
+    return gpu.attend(options, q, k, v)
+  if impl == "reference":
+    out, lse = reference.attend(options, *arrays, words)
   else:
-    raise ValueError(f"impl must be 'auto' or one of {IMPLS}, got {impl!r}")
+    attend = tpu.attend if impl == "tpu" else xla.attend
+    out, lse = attend(options, offset, *arrays, words)
+  if sinks_N is not None:
+    out, lse = _with_sinks(out, lse, sinks_N)
   # For the cotangents: those of padding rows have no meaning either.
-  return _without_padding(out, q_segment_ids)
+  out = _without_padding(out, q_segment_ids)
+  if not return_lse:
+    return out
+  if q_segment_ids is not None:
+    lse = jnp.where(q_segment_ids[:, :, None] != 0, lse, LEAST)
+  return out, lse
+
+
+def _sides(causal: bool, window: Window) -> tuple[int | None, int | None]:
+  """How many positions before and after its own a query sees."""
+  if isinstance(window, tuple):
+    left, right = window
+    if any(side is not None and side < 0 for side in window):
+      raise ValueError(f"both sides of window must be at least 0, got {window}")
+  elif window is None:
+    left = right = None
+  elif window < 1:
+    raise ValueError(f"window must be at least 1, got {window}")
+  else:
+    left = right = window - 1
+  return left, 0 if causal else right
+
+
+def _positions(T: int, S: int, q_offset, q_positions, k_positions):
+  """Where queries and keys stand.
+
+  Returns:
+    The static offset of queries where all positions just count up, else
+    None; and the positions of queries and of keys, int32 [1 or B, T or S].
+  """
+  if (q_positions is None) != (k_positions is None):
+    raise ValueError("give q_positions and k_positions both, or neither")
+  if q_positions is not None:
+    if q_offset is not None:
+      raise ValueError("give q_offset or q_positions, not both")
+    return None, q_positions, k_positions
+  if q_offset is None and T != S:
+    raise ValueError(
+      f"{T} queries and {S} keys: where do they stand? Set q_offset, or"
+      " q_positions and k_positions"
+    )
+  count = lambda size: jnp.arange(size, dtype=jnp.int32)[None]
+  q_offset = 0 if q_offset is None else q_offset
+  offset = q_offset if isinstance(q_offset, int) else None
+  q_index = count(T) + jnp.asarray(q_offset, jnp.int32).reshape(-1, 1)
+  return offset, q_index, count(S)
+
+
+def _with_sinks(out_BTNH, lse_BTN, sinks_N):
+  """The softmax with one more score, by what the others sum to."""
+  sinks = sinks_N.astype(jnp.float32)[None, None]
+  share = jax.nn.sigmoid(lse_BTN - sinks)
+  out = (out_BTNH * share[..., None]).astype(out_BTNH.dtype)
+  return out, jnp.logaddexp(lse_BTN, sinks)
 
 
 def _without_padding(x_BTNH: jax.Array, segment_ids: jax.Array | None):

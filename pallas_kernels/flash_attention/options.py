@@ -6,17 +6,33 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+# Score of a hidden key, and the least maximum and logsumexp of a row: a row
+# that sees nothing then has exp(HIDDEN - LEAST) = 0 everywhere.
+HIDDEN = -2e38
+LEAST = -1e30
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-  """The static part of a call; see `flash_attention` for the meaning."""
+  """The static part of a call; see `flash_attention` for the meaning.
 
-  causal: bool
-  window: int | None
+  Attributes:
+    left: a query sees keys at most so many positions before it; None: all.
+    right: the same for keys after it; 0 is causal.
+    scale: multiplies scores.
+    soft_cap: see `flash_attention`.
+    dropout_rate: likewise.
+    operands: likewise.
+    out_dtype: likewise.
+  """
+
+  left: int | None
+  right: int | None
   scale: float
   soft_cap: float | None
   dropout_rate: float
   operands: str
+  out_dtype: str
 
 
 class Rows(NamedTuple):
@@ -39,30 +55,11 @@ def visible(options: Options, queries: Rows, keys: Rows) -> jax.Array:
   """Which keys each query may see, bool [1 or B, T, S]."""
   ahead = queries.index[:, :, None] - keys.index[:, None, :]
   seen = jnp.ones_like(ahead, bool)
-  if options.causal:
-    seen &= ahead >= 0
-  if options.window is not None:
-    seen &= ahead < options.window
-    if not options.causal:
-      seen &= ahead > -options.window
+  if options.right is not None:
+    seen &= ahead >= -options.right
+  if options.left is not None:
+    seen &= ahead <= options.left
   if queries.segment_ids is not None and keys.segment_ids is not None:
     query, key = queries.segment_ids[:, :, None], keys.segment_ids[:, None, :]
     seen = seen & (query == key) & (key != 0)
   return seen
-
-
-def keep_mask(
-  options: Options, keys_B: jax.Array, index_T: jax.Array, shape: tuple
-) -> jax.Array:
-  """Which probabilities dropout keeps, bool [B, T, *shape].
-
-  A query has a key of its own, so that masks do not depend on how queries
-  are cut into chunks.
-  """
-
-  def row(key, index):
-    key = jax.random.fold_in(key, index)
-    return jax.random.bernoulli(key, 1.0 - options.dropout_rate, shape)
-
-  over_queries = jax.vmap(row, in_axes=(None, 0))
-  return jax.vmap(over_queries, in_axes=(0, None))(keys_B, index_T)

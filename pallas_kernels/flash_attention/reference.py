@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dot import dot
+from pallas_kernels.flash_attention.dropout import drop
 from pallas_kernels.flash_attention.options import (
+  LEAST,
   Options,
   Rows,
-  keep_mask,
   visible,
 )
 
@@ -19,9 +20,9 @@ def attend(
   v_BSKH: jax.Array,
   queries: Rows,
   keys: Rows,
-  dropout_keys_B: jax.Array | None,
-) -> jax.Array:
-  """Output [B, T, N, H], float32; O(T S) memory."""
+  words_2BNT: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Output [B, T, N, H] and logsumexp [B, T, N]; O(T S) memory."""
   B, T, N, H = q_BTNH.shape
   K = k_BSKH.shape[2]
   q = q_BTNH.reshape(B, T, K, N // K, H)
@@ -32,14 +33,17 @@ def attend(
   seen = visible(options, queries, keys)[:, None, None]
   scores = jnp.where(seen, scores, -jnp.inf)
   # A row that sees nothing gives 0, not NaN.
-  top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e30)
-  weights = jnp.exp(scores - jax.lax.stop_gradient(top))
+  top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LEAST)
+  top = jax.lax.stop_gradient(top)
+  weights = jnp.exp(scores - top)
   total = jnp.sum(weights, axis=-1, keepdims=True)
-  weights = weights / jnp.where(total == 0.0, 1.0, total)
-  if dropout_keys_B is not None and options.dropout_rate > 0.0:
-    shape = (K, N // K, k_BSKH.shape[1])
-    keep = keep_mask(options, dropout_keys_B, jnp.arange(T), shape)
-    keep = jnp.transpose(keep, (0, 2, 3, 1, 4))
-    weights = jnp.where(keep, weights / (1.0 - options.dropout_rate), 0.0)
+  total = jnp.where(total == 0.0, 1.0, total)
+  lse = (top + jnp.log(total))[..., 0]
+  weights = weights / total
+  if words_2BNT is not None:
+    columns = tuple(words_2BNT.reshape(2, B, K, N // K, T, 1))
+    slots = jnp.arange(k_BSKH.shape[1], dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+    weights = drop(weights, columns, slots, options.dropout_rate)
   out = dot("BKGTS,BSKH->BTKGH", weights, v_BSKH, options.operands)
-  return out.reshape(B, T, N, H)
+  out = out.reshape(B, T, N, H).astype(options.out_dtype)
+  return out, jnp.transpose(lse, (0, 3, 1, 2)).reshape(B, T, N)

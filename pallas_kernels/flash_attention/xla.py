@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dot import dot
+from pallas_kernels.flash_attention.dropout import drop
 from pallas_kernels.flash_attention.options import (
+  HIDDEN,
+  LEAST,
   Options,
   Rows,
-  keep_mask,
   visible,
 )
 
@@ -22,50 +24,47 @@ from pallas_kernels.flash_attention.options import (
 CHUNK = 128
 # Up to so many chunks are unrolled, each with just the keys it can see.
 MAX_UNROLLED = 8
-# Score of a hidden key, and the least maximum of a row: a row that sees
-# nothing then has exp(HIDDEN - LEAST) = 0 everywhere.
-HIDDEN = -1e30
-LEAST = -1e29
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
   options: Options,
-  ordered: bool,
+  offset: int | None,
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   queries: Rows,
   keys: Rows,
-  dropout_keys_B: jax.Array | None,
-) -> jax.Array:
-  """Attention output, float32 [B, T, N, H].
+  words_2BNT: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Output [B, T, N, H] and logsumexp [B, T, N].
 
   Args:
     options: what is asked.
-    ordered: queries and keys are the same rows in order of their index, so
-      that a causal query sees a prefix of the keys.
+    offset: position of the first query where positions just count up, and
+      those of keys do from 0; None: they are arrays.
     q_BTNH: queries.
     k_BSKH: keys.
     v_BSKH: values.
     queries: where each query stands.
     keys: where each key stands.
-    dropout_keys_B: a PRNG key a batch row; None: no dropout.
+    words_2BNT: of `dropout.row_words`; None: no dropout.
   """
-  arrays = q_BTNH, k_BSKH, v_BSKH, queries, keys, dropout_keys_B
-  return _attend_fwd(options, ordered, *arrays)[0]
+  arrays = q_BTNH, k_BSKH, v_BSKH, queries, keys, words_2BNT
+  return _attend_fwd(options, offset, *arrays)[0]
 
 
-def _attend_fwd(options, ordered, q, k, v, queries, keys, dropout_keys_B):
+def _attend_fwd(options, offset, q, k, v, queries, keys, words):
   B, T, N, H = q.shape
   S, K = k.shape[1:3]
   dtypes = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), (q, k, v))
   q = q.astype(options.operands).reshape(B, T, K, N // K, H)
   k, v = k.astype(options.operands), v.astype(options.operands)
+  words = _by_query(words, K)
 
-  def chunk(carry, part, start, first, last):
+  def chunk(carry, part, first, last):
     """Output and logsumexp of one chunk of queries."""
-    q, queries = part
+    q, queries, words = part
     q = _heads_first(q)
     scores, _ = _scores(
       options, q, k[:, first:last], queries, keys.cut(first, last)
@@ -74,32 +73,37 @@ def _attend_fwd(options, ordered, q, k, v, queries, keys, dropout_keys_B):
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = jnp.where(total == 0.0, 1.0, total)
-    dropped = _drop(options, weights, dropout_keys_B, start, first, S)
+    dropped = _drop(options, weights, words, first)
     out = dot("BKGTS,BSKH->BTKGH", dropped, v[:, first:last], options.operands)
     lse = _rows_first(top + jnp.log(total))
     # Not the scores: an output has fewer numbers than a row of them.
-    return carry, (out / _rows_first(total)[..., None], lse)
+    out = out / _rows_first(total)[..., None]
+    return carry, (out.astype(options.out_dtype), lse)
 
-  _, (out, lse) = _over_chunks(options, ordered, S, chunk, None, (q, queries))
-  out = out.reshape(B, T, N, H)
-  return out, (q, k, v, queries, keys, dropout_keys_B, out, lse, dtypes)
+  rows = q, queries, words
+  _, (out, lse) = _over_chunks(options, offset, S, chunk, None, rows)
+  out, by_head = out.reshape(B, T, N, H), lse.reshape(B, T, N)
+  saved = q, k, v, queries, keys, words, out, lse, dtypes
+  return (out, by_head), saved
 
 
-def _attend_bwd(options, ordered, saved, g):
-  q, k, v, queries, keys, dropout_keys_B, out, lse, dtypes = saved
+def _attend_bwd(options, offset, saved, cotangents):
+  q, k, v, queries, keys, words, out, lse, dtypes = saved
+  g, g_lse = cotangents
   B, T, K, G, H = q.shape
   S = k.shape[1]
-  delta = jnp.sum(g * out, axis=-1).reshape(B, T, K, G)
+  delta = jnp.sum(g.astype(jnp.float32) * out, axis=-1) - g_lse
+  delta = delta.reshape(B, T, K, G)
   g = g.astype(options.operands).reshape(q.shape)
 
-  def chunk(sums, part, start, first, last):
+  def chunk(sums, part, first, last):
     """Adds a chunk's share to dk and dv; gives its dq."""
-    q, queries, g, delta, lse = part
+    q, queries, words, g, delta, lse = part
     q, g = _heads_first(q), _heads_first(g)
     k_seen, v_seen = k[:, first:last], v[:, first:last]
     scores, slope = _scores(options, q, k_seen, queries, keys.cut(first, last))
     weights = jnp.exp(scores - _rows_last(lse))
-    drop = lambda x: _drop(options, x, dropout_keys_B, start, first, S)
+    drop = lambda x: _drop(options, x, words, first)
     # Scores stay as they lie: second operands, summed in the order of theirs.
     dv = dot("BKGTH,BKGTS->BSKH", g, drop(weights), options.operands)
     dp = drop(dot("BKGTH,BSKH->BKGTS", g, v_seen, options.operands))
@@ -115,8 +119,8 @@ def _attend_bwd(options, ordered, saved, g):
     return (dk_sum, dv_sum), dq
 
   zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-  part = q, queries, g, delta, lse
-  (dk, dv), dq = _over_chunks(options, ordered, S, chunk, zeros, part)
+  rows = q, queries, words, g, delta, lse
+  (dk, dv), dq = _over_chunks(options, offset, S, chunk, zeros, rows)
   grads = dq.reshape(B, T, K * G, H), dk, dv
   cast = lambda x, like: x.astype(like.dtype)
   return *map(cast, grads, dtypes), None, None, None
@@ -125,16 +129,16 @@ def _attend_bwd(options, ordered, saved, g):
 attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _over_chunks(options, ordered, S, step, zeros, rows):
+def _over_chunks(options, offset, S, step, zeros, rows):
   """Runs `step` over chunks of query rows, the last of few chunks first.
 
   Args:
     options: what is asked.
-    ordered: as in `attend`.
+    offset: as in `attend`.
     S: number of keys.
-    step: (carry, part, start, first, last) -> (carry, outputs): `part` holds
-      the queries from `start` on, which see keys [first, last) at most. The
-      first of few has the carry None and, under a causal mask, most keys.
+    step: (carry, part, first, last) -> (carry, outputs): `part` holds some
+      queries, which see keys [first, last) at most. The first of few has the
+      carry None and, under a causal mask, most keys.
     zeros: the carry at the start of a loop over many chunks.
     rows: tree of arrays [B, T, ...].
 
@@ -148,12 +152,12 @@ def _over_chunks(options, ordered, S, step, zeros, rows):
     for start in reversed(range(0, T, CHUNK)):
       stop = min(start + CHUNK, T)
       first, last = 0, S
-      if ordered and options.causal:
-        last = stop
-        if options.window is not None:
-          first = max(0, start - options.window + 1)
+      if offset is not None and options.right is not None:
+        last = min(S, max(1, stop + offset + options.right))
+      if offset is not None and options.left is not None:
+        first = max(0, min(start + offset - options.left, last - 1))
       part = jax.tree.map(lambda x: x[:, start:stop], rows)  # noqa: B023
-      carry, outputs = step(carry, part, start, first, last)
+      carry, outputs = step(carry, part, first, last)
       parts.append(outputs)
     join = lambda *parts: jnp.concatenate(parts, axis=1)
     return carry, jax.tree.map(join, *reversed(parts))
@@ -170,10 +174,8 @@ def _over_chunks(options, ordered, S, step, zeros, rows):
     x = jnp.swapaxes(x, 0, 1)
     return x.reshape(x.shape[0], num_chunks * CHUNK, *x.shape[3:])[:, :T]
 
-  body = lambda carry, x: step(carry, x[0], x[1], 0, S)
-  starts = jnp.arange(num_chunks) * CHUNK
-  xs = jax.tree.map(split, rows), starts
-  carry, outputs = jax.lax.scan(body, zeros, xs)
+  body = lambda carry, part: step(carry, part, 0, S)
+  carry, outputs = jax.lax.scan(body, zeros, jax.tree.map(split, rows))
   return carry, jax.tree.map(join, outputs)
 
 
@@ -194,18 +196,22 @@ def _scores(options, q, k, queries, keys):
   return jnp.where(seen, scores, HIDDEN), slope
 
 
-def _drop(options, weights, dropout_keys_B, start, first, S):
-  """Dropout of weights [B, K, G, T, S'] of queries from `start` on.
+def _by_query(words_2BNT: jax.Array | None, K: int):
+  """[2, B, N, T] -> [B, T, K, G, 2], a row of numbers like the others."""
+  if words_2BNT is None:
+    return None
+  _, B, N, T = words_2BNT.shape
+  return words_2BNT.transpose(1, 3, 2, 0).reshape(B, T, K, N // K, 2)
 
-  Masks are drawn over all S keys, so that they do not depend on the chunk.
-  """
-  if dropout_keys_B is None or options.dropout_rate == 0.0:
+
+def _drop(options, weights, words_BTKG2, first):
+  """Dropout of weights [B, K, G, T, S], of keys from `first` on."""
+  if words_BTKG2 is None:
     return weights
-  _, K, G, T, size = weights.shape
-  index = start + jnp.arange(T)
-  keep = keep_mask(options, dropout_keys_B, index, (K, G, S))
-  keep = jnp.transpose(keep, (0, 2, 3, 1, 4))[..., first : first + size]
-  return jnp.where(keep, weights / (1.0 - options.dropout_rate), 0.0)
+  columns = tuple(_rows_last(words_BTKG2[..., n]) for n in range(2))
+  slots = first + jnp.arange(weights.shape[-1], dtype=jnp.int32)
+  slots = slots.reshape(1, 1, 1, 1, -1)
+  return drop(weights, columns, slots, options.dropout_rate)
 
 
 def _heads_first(x_BTKGH: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ def transcribed(layer, config, x, seen, cos, sin):
   scale = config.attention_scale or config.head_dim**-0.5
   y = oracle.attention(
     q, k, v, q, seen, scale=scale, soft_cap=config.attention_softcap
-  )[0]
+  )["out"]
   out = np.einsum("btnh,nhd->btd", y, array(layer.out.w))
   return out if layer.out.b is None else out + array(layer.out.b)
 

@@ -1,16 +1,10 @@
 """Masks as literal matrices."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.flash_attention.options import (
-  Options,
-  Rows,
-  keep_mask,
-  visible,
-)
+from pallas_kernels.flash_attention.options import Options, Rows, visible
 
 T = 5
 SEGMENTS = [[1, 1, 2, 2, 0]]
@@ -22,12 +16,13 @@ def mask(*, causal=True, window=None, index=None, segments=None):
   segments = None if segments is None else jnp.asarray(segments)
   rows = Rows(index, segments)
   options = Options(
-    causal=causal,
-    window=window,
+    left=None if window is None else window - 1,
+    right=0 if causal else None if window is None else window - 1,
     scale=1.0,
     soft_cap=None,
     dropout_rate=0.0,
     operands="float32",
+    out_dtype="float32",
   )
   return np.asarray(visible(options, rows, rows))[0].astype(int).tolist()
 
@@ -125,25 +120,3 @@ def test_cut_takes_the_same_rows_of_both():
   assert cut.index.tolist() == [[1, 2, 3]]
   assert cut.segment_ids.tolist() == [[1, 2, 2]]
   assert Rows(rows.index, None).cut(1, 4).segment_ids is None
-
-
-def test_keep_masks_depend_on_the_row_and_the_query_alone():
-  options = Options(
-    causal=True,
-    window=None,
-    scale=1.0,
-    soft_cap=None,
-    dropout_rate=0.25,
-    operands="float32",
-  )
-  keys = jax.random.split(jax.random.key(0), 3)
-  draw = lambda keys, index: np.asarray(
-    keep_mask(options, keys, jnp.asarray(index), (4, 250))
-  )
-  whole = draw(keys, [0, 1, 2, 3])
-  assert whole.shape == (3, 4, 4, 250)
-  np.testing.assert_array_equal(draw(keys[1:], [2, 3]), whole[1:, 2:])
-  # 12000 draws, five standard deviations; rows and queries are not alike.
-  assert abs(whole.mean() - 0.75) < 5 * (0.25 * 0.75 / 12_000) ** 0.5
-  for other in (whole[1, 0], whole[0, 1]):
-    assert abs((whole[0, 0] == other).mean() - 0.625) < 0.08

@@ -1,0 +1,225 @@
+"""The backward kernel: all three gradients in one pass over the tiles.
+
+Scores lie transposed, keys by queries: what belongs to a query (logsumexp and
+the like) is then a row, and only one of five products transposes its operand.
+A block of queries walks over the keys of a chunk, whose gradients stay in fast
+memory until the last query of the last head that reads them
+(arXiv:2307.08691, algorithm 2, with the loops the other way round).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.call import pallas_call
+from pallas_kernels.flash_attention import tpu_plan
+from pallas_kernels.flash_attention.tpu_plan import (
+  LOG2_E,
+  NN,
+  NT,
+  TN,
+  Part,
+  Plan,
+  Side,
+  to_columns,
+)
+
+
+def backward(
+  plan: Plan,
+  q_BNTH,
+  k_BKSH,
+  v_BKSH,
+  g_BNTH,
+  lse_BNT,
+  delta_BNT,
+  scalars,
+  queries: Side,
+  keys: Side,
+):
+  """Gradients by queries, keys and values, in the dtypes of these.
+
+  Args:
+    plan: how the work is cut.
+    q_BNTH: as in `forward`, and so are keys and values.
+    k_BKSH: keys.
+    v_BKSH: values.
+    g_BNTH: cotangent of the output, in the dtype of the operands.
+    lse_BNT: logsumexp of the scores, float32.
+    delta_BNT: of each query, the product of output and cotangent less the
+      cotangent of the logsumexp, float32.
+    scalars: as in `forward`.
+    queries: likewise.
+    keys: likewise.
+  """
+  B, N, T, H = q_BNTH.shape
+  K, S = k_BKSH.shape[1:3]
+  G = N // K
+  bq, chunk = plan.block_q, plan.chunk_k
+  num_chunks = S // chunk
+  grid = (B, K, num_chunks, G, T // bq)
+
+  of_batch = lambda b, array: b if array.shape[0] > 1 else 0
+  q_spec = pl.BlockSpec(
+    (1, 1, bq, H), lambda b, k, c, g, i, *_: (b, k * G + g, i, 0)
+  )
+  k_spec = pl.BlockSpec(
+    (1, 1, chunk, H), lambda b, k, c, g, i, *_: (b, k, c, 0)
+  )
+  row_spec = pl.BlockSpec(
+    (1, 1, 1, bq), lambda b, k, c, g, i, *_: (b, k * G + g, 0, i)
+  )
+
+  def q_side(array):
+    if array.ndim == 4:
+      return pl.BlockSpec(
+        (1, 1, 2, bq), lambda b, k, c, g, i, *_: (b, k * G + g, 0, i)
+      )
+    return pl.BlockSpec(
+      (1, 1, bq), lambda b, k, c, g, i, *_: (of_batch(b, array), 0, i)
+    )
+
+  def k_side(array):
+    return pl.BlockSpec(
+      (1, 1, chunk), lambda b, k, c, g, i, *_: (of_batch(b, array), 0, c)
+    )
+
+  # Chunks beyond the first add to what others have written: in float32.
+  dq_dtype = q_BNTH.dtype if num_chunks == 1 else jnp.float32
+  run = pallas_call(
+    functools.partial(_kernel, plan),
+    name="flash_attention_bwd",
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=1,
+      grid=grid,
+      in_specs=[
+        q_spec,
+        k_spec,
+        k_spec,
+        q_spec,
+        row_spec,
+        row_spec,
+        jax.tree.map(q_side, queries),
+        jax.tree.map(k_side, keys),
+      ],
+      out_specs=[
+        pl.BlockSpec(
+          (1, 1, 1, bq, H), lambda b, k, c, g, i, *_: (c, b, k * G + g, i, 0)
+        ),
+        k_spec,
+        k_spec,
+      ],
+      scratch_shapes=[
+        pltpu.VMEM((bq, H), jnp.float32),
+        pltpu.VMEM((chunk, H), jnp.float32),
+        pltpu.VMEM((chunk, H), jnp.float32),
+      ],
+    ),
+    out_shape=[
+      jax.ShapeDtypeStruct((num_chunks, *q_BNTH.shape), dq_dtype),
+      jax.ShapeDtypeStruct(k_BKSH.shape, k_BKSH.dtype),
+      jax.ShapeDtypeStruct(v_BKSH.shape, v_BKSH.dtype),
+    ],
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=(
+        "parallel",
+        "parallel",
+        "parallel",
+        "arbitrary",
+        "arbitrary",
+      ),
+      vmem_limit_bytes=100 * 2**20,
+    ),
+  )
+  row = lambda x: x[:, :, None]
+  lse = row(lse_BNT * LOG2_E)
+  dq, dk, dv = run(
+    scalars, q_BNTH, k_BKSH, v_BKSH, g_BNTH, lse, row(delta_BNT), queries, keys
+  )
+  dq = dq[0] if num_chunks == 1 else jnp.sum(dq, axis=0).astype(q_BNTH.dtype)
+  return dq, dk, dv
+
+
+def _kernel(
+  plan,
+  scalars,
+  q_ref,
+  k_ref,
+  v_ref,
+  g_ref,
+  lse_ref,
+  delta_ref,
+  queries,
+  keys,
+  dq_ref,
+  dk_ref,
+  dv_ref,
+  dq_sum,
+  dk_sum,
+  dv_sum,
+):
+  """One block of queries of one head against one chunk of keys."""
+  batch, chunk, head, block = map(pl.program_id, (0, 2, 3, 4))
+  operands, scale = plan.options.operands, plan.options.scale
+  dot = tpu_plan.product(operands)
+
+  @pl.when(jnp.logical_and(head == 0, block == 0))
+  def start():
+    dk_sum[...] = jnp.zeros_like(dk_sum)
+    dv_sum[...] = jnp.zeros_like(dv_sum)
+
+  dq_sum[...] = jnp.zeros_like(dq_sum)
+
+  def visit(tile):
+    """Adds what some queries and some keys give each other."""
+    rows, here = tile.rows, tile.keys(plan)
+    q, g = q_ref[0, 0, rows], g_ref[0, 0, rows]
+    k, v = k_ref[0, 0, here], v_ref[0, 0, here]
+    scores, tanh = tpu_plan.capped(plan, dot(k, q, NT))
+    q_part = tpu_plan.part_of_row(
+      queries, tile.queries, block * plan.block_q, plan.offset
+    )
+    k_part = functools.partial(_keys_part, plan, keys, chunk)
+    if tile.masked:
+      few = k_part(tile.keys(plan, tile.masked))
+      begin = scores.shape[0] - tile.masked
+      last = tpu_plan.hidden(plan, q_part, few, scores[begin:])
+      if begin:
+        last = jnp.concatenate([scores[:begin], last], axis=0)
+      scores = last
+    weights = jnp.exp2(scores - lse_ref[0, 0, :, rows])
+    drop = lambda x: tpu_plan.dropped(plan, q_part, k_part(here), x)
+    dv_sum[here] += dot(drop(weights).astype(operands), g, NN)
+    slope = drop(dot(v, g, NT)) - delta_ref[0, 0, :, rows]
+    slope = weights * slope
+    if tanh is not None:
+      slope = slope * (1.0 - tanh * tanh)
+    slope = slope.astype(operands)
+    dk_sum[here] += dot(slope, q, NN)
+    dq_sum[rows] += dot(slope, k, TN)
+
+  tpu_plan.walk(plan, scalars, batch, block, chunk, visit)
+  dq_ref[0, 0, 0] = (dq_sum[...] * scale).astype(dq_ref.dtype)
+
+  last_head = head == pl.num_programs(3) - 1
+  last_block = block == pl.num_programs(4) - 1
+
+  @pl.when(jnp.logical_and(last_head, last_block))
+  def finish():
+    dk_ref[0, 0] = (dk_sum[...] * scale).astype(dk_ref.dtype)
+    dv_ref[0, 0] = dv_sum[...].astype(dv_ref.dtype)
+
+
+def _keys_part(plan, keys: Side, chunk, here: pl.Slice) -> Part:
+  """Some keys of a chunk, [R, 1]."""
+  slot = jax.lax.broadcasted_iota(jnp.int32, (here.size, 1), 0)
+  slot = slot + (chunk * plan.chunk_k + here.start)
+  column = lambda ref: to_columns(ref[0, :, here])[:, :1]
+  index = slot if keys.index is None else column(keys.index)
+  ids = None
+  if keys.segment_ids is not None:
+    ids = column(keys.segment_ids)
+  return Part(slot, index, ids)

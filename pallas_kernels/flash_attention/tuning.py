@@ -1,0 +1,60 @@
+"""Block sizes of the TPU kernels.
+
+Found with `python -m pallas_kernels.report --op=flash_attention --search`: most
+useful FLOPs a bundle of the whole kernel, bf16, causal, T = 4096. Blocks are
+cut for shorter lengths; a chunk of keys, with its gradients, fits fast memory.
+"""
+
+from typing import NamedTuple
+
+from pallas_kernels.chips import this_chip
+
+LANES = 128
+# Keys of a chunk times features, forward and backward: bf16 keys and values
+# twice, and backward two float32 sums and two outputs twice. 32 and 20 MiB.
+_CHUNK = {"forward": 32768 * 128, "backward": 8192 * 128}
+
+
+class Blocks(NamedTuple):
+  """How a kernel cuts its work; see `tpu_plan.Plan`."""
+
+  block_q: int
+  block_k: int
+  step: int
+
+
+# (chip, head_dim) -> blocks of the forward and of the backward kernel.
+TABLE = {
+  ("v5e", 128): (Blocks(512, 512, 256), Blocks(512, 512, 256)),
+  ("v6e", 128): (Blocks(1024, 1024, 256), Blocks(1024, 1024, 256)),
+}
+
+
+def find(
+  direction: str, T: int, S: int, H: int, chip: str | None = None
+) -> dict[str, int]:
+  """The nearest entry of the table, for a length.
+
+  Args:
+    direction: "forward" or "backward".
+    T: number of queries.
+    S: number of keys.
+    H: features of a head.
+    chip: "v5e", ...; None: that of the program being traced.
+
+  Returns:
+    `block_q`, `block_k`, `step` and `chunk_k` of a plan.
+  """
+  chip = chip or this_chip()
+  near = lambda key: (key[0] != chip, abs(key[1] - H))
+  entry = TABLE[min(TABLE, key=near)]
+  blocks = entry[0 if direction == "forward" else 1]
+  # Equal blocks make stairs of the diagonal; else each is cut by itself.
+  cut = lambda size, block: min(block, -(-size // LANES) * LANES)
+  block_q, block_k = cut(T, blocks.block_q), cut(S, blocks.block_k)
+  step = blocks.step if block_q % blocks.step == 0 else block_q
+  tiles = -(-S // block_k)
+  most = max(1, _CHUNK[direction] // max(H, LANES) // block_k)
+  num_chunks = -(-tiles // most)
+  chunk_k = -(-tiles // num_chunks) * block_k
+  return dict(block_q=block_q, block_k=block_k, step=step, chunk_k=chunk_k)
