@@ -14,7 +14,8 @@ then a JSON object a row:
                 matmul to the last
   fill, spill   vector registers read back and put aside in the core, each time
   VMEM, HBM     MiB that the kernel needs, and that it copies
-  bound us      the larger of bundles at the chip's clock and HBM's time
+  bound us      the largest of bundles at the clock, bytes at HBM's bandwidth
+                and useful FLOPs at the peak
   FLOP/bundle   useful ones: no masked score, nothing computed twice
 
 The JSON row "outside" is what XLA adds around the kernels: sums of partial
@@ -22,8 +23,8 @@ gradients, copies into another layout, the loss that is differentiated.
 
 --search tries the block sizes that the op names and prints the best as entries
 of its tuning table; with --peer the peer is searched too, in the same process.
-A schedule does not know when copies make a kernel wait: below the bound nobody
-gets, above it perhaps.
+Where a chip has two cores, bundles and bytes are those of the first. A schedule
+does not know when copies make a kernel wait: nobody gets below the bound.
 """
 
 import argparse

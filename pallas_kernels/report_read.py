@@ -21,7 +21,7 @@ class Figures:
     blocks: block sizes.
     steps: grid steps, by their count of bundles: {bundles: how many}.
     steady_bundles: of the kind of grid step that takes most of the time.
-    kernel_bundles: of whole kernels.
+    kernel_bundles: of whole kernels, on the first core where there are two.
     occupancy: share of the MXU's slots filled, over whole kernels.
     fills, spills: vector registers read back and stored by whole kernels.
     core_bundles: of the code that does most of the matmuls: the innermost loop
@@ -32,6 +32,9 @@ class Figures:
     hbm_bytes: copied by the kernels.
     schedule_us: bundles at the chip's clock.
     hbm_us: bytes at the chip's bandwidth.
+    peak_us: useful FLOPs at the chip's peak. A bundle may start more than the
+      matrix units can take in a cycle: the schedule of a plain XLA matmul
+      on v5e would be 1.18 times the peak.
     useful_flops: of the part.
     unknown: branches and copies that depend on data, and are counted as done.
   """
@@ -52,6 +55,7 @@ class Figures:
   hbm_bytes: int
   schedule_us: float
   hbm_us: float
+  peak_us: float
   useful_flops: float
   unknown: int
 
@@ -61,7 +65,7 @@ class Figures:
 
   @property
   def bound_us(self) -> float:
-    return max(self.schedule_us, self.hbm_us)
+    return max(self.schedule_us, self.hbm_us, self.peak_us)
 
   def as_json(self) -> dict:
     return dataclasses.asdict(self) | dict(
@@ -145,6 +149,7 @@ def _read_part(case, part, folder, hlo, chip) -> Figures:
     hbm_bytes=hbm_bytes,
     schedule_us=bundles / chip.bundles_per_second * 1e6,
     hbm_us=hbm_bytes / chip.hbm_bytes_per_second * 1e6,
+    peak_us=part.useful_flops / chip.peak_flops * 1e6,
     useful_flops=part.useful_flops,
     unknown=sum(len(run.unknown) for _, run in runs),
   )

@@ -52,7 +52,10 @@ def test_figures_of_the_sample():
   assert row.hbm_bytes == 4 * (32 * 512 + 128 * 128 + 32 * 128)
   assert row.hbm_us == pytest.approx(row.hbm_bytes / 819e3)
   assert row.schedule_us == pytest.approx(row.kernel_bundles / 1503, rel=1e-3)
-  assert row.bound_us == max(row.schedule_us, row.hbm_us)
+  assert row.peak_us == pytest.approx(1e6 / 197e6)
+  assert row.bound_us == row.schedule_us > max(row.hbm_us, row.peak_us)
+  many = sample_figures(useful_flops=1e12)
+  assert many.bound_us == many.peak_us == pytest.approx(1e12 / 197e6)
   assert row.flops_per_bundle == 1e6 / row.kernel_bundles
   assert row.fills == row.spills == row.core_fills == row.unknown == 0
   # The loop of the middle region, with all but one of the matmuls.
