@@ -23,8 +23,8 @@ gradients, copies into another layout, the loss that is differentiated.
 
 --search tries the block sizes that the op names and prints the best as entries
 of its tuning table; with --peer the peer is searched too, in the same process.
-Where a chip has two cores, bundles and bytes are those of the first. A schedule
-does not know when copies make a kernel wait: nobody gets below the bound.
+Where a chip has two cores, bundles are those of the slower one. A schedule does
+not know when copies make a kernel wait: nobody gets below the bound.
 """
 
 import argparse

@@ -86,6 +86,7 @@ class Run:
 def run(
   schedule: Schedule,
   scalars: dict[int, list[int]] | None = None,
+  core: int = 0,
   limit: int = 50_000_000,
 ) -> Run:
   """Runs the scalar program of a kernel.
@@ -95,22 +96,23 @@ def run(
     scalars: operand -> its 32-bit words, as they lie in memory, of those that
       the kernel reads before it starts (`num_scalar_prefetch`, and before
       those the bounds of the grid that are traced).
+    core: which of two cores it runs on: they may share out the grid.
     limit: of scalar instructions.
 
   Raises:
     ValueError: it did not end within the limit, or a loop's end is unknown.
   """
-  return _Machine(schedule, scalars or {}).run(limit)
+  return _Machine(schedule, scalars or {}, core).run(limit)
 
 
 class _Machine:
   """The scalar unit: named values, and the memory of scalars."""
 
-  def __init__(self, schedule, scalars):
+  def __init__(self, schedule, scalars, core=0):
     self.schedule = schedule
     self.scalars = scalars
     self.values = {}  # name -> (value, when it was written)
-    self.memory = {Pointer("#allocation0", 0): 0}  # the index of the core
+    self.memory = {Pointer("#allocation0", 0): core}
     self.unknown = set()
     self.bytes = {"hbm_to_vmem": 0, "vmem_to_hbm": 0}
     self.now = 0

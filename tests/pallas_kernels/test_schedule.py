@@ -155,6 +155,19 @@ def test_a_loop_with_a_counter_in_a_register():
   assert schedule_run.run(program).counts == [1] + [5] * 7 + [1]
 
 
+def test_each_core_takes_its_own_branch():
+  program = program_of(
+    "  :  { %s1_s0 = sld [smem:[#allocation0]] }",
+    "  :  { %p2_p0 = scmp.ne.s32.totalorder %s1_s0, 0 }",
+    "  :  { %9 = sbr.rel (%p2_p0) target = $region4 }",
+    *["  :  {}"] * 4,
+    "  :  {} /* Start region 3 :: End region 3 */",
+    "PF:  {} /* Start/End empty region 4 */",
+  )
+  counts = [schedule_run.run(program, core=core).counts for core in (0, 1)]
+  assert counts == [[1] * 9, [1] * 7 + [0, 1]]
+
+
 @pytest.mark.parametrize(
   ("instruction", "wanted"),
   [
