@@ -38,7 +38,7 @@ def kept(
 
   Args:
     words: uint32, the two of each query.
-    key_index: int32, the number of the key in its row.
+    key_index: int32, the position of each key.
     rate: share that is dropped, to within 2 ** -31.
 
   Returns:

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import impls
 from pallas_kernels.flash_attention import gpu, reference, tpu, xla
-from pallas_kernels.flash_attention.options import LEAST, Options, Rows
+from pallas_kernels.flash_attention.attend import attend
+from pallas_kernels.flash_attention.epilogue import with_sinks, without_padding
+from pallas_kernels.flash_attention.options import (
+  LEAST,
+  Options,
+  Rows,
+  Window,
+  sides,
+)
 
 _ALL = frozenset(
   {
@@ -27,8 +35,6 @@ HONOURS = {
   "tpu": _ALL,
   "gpu": frozenset({"window"}),
 }
-
-Window = int | tuple[int | None, int | None] | None
 
 
 def flash_attention(
@@ -117,7 +123,7 @@ def flash_attention(
       )
   if (q_segment_ids is None) != (k_segment_ids is None):
     raise ValueError("give q_segment_ids and k_segment_ids both, or neither")
-  left, right = _sides(causal, window)
+  left, right = sides(causal, window)
   offset, q_index, k_index = _positions(
     T, S, q_offset, q_positions, k_positions
   )
@@ -153,41 +159,26 @@ def flash_attention(
   )
   words = dropout_words_2BNT if dropout_rate > 0.0 else None
   # A weight of 0 does not hide a NaN: 0 NaN = NaN.
-  q = _without_padding(q_BTNH, q_segment_ids)
-  k = _without_padding(k_BSKH, k_segment_ids)
-  v = _without_padding(v_BSKH, k_segment_ids)
+  q = without_padding(q_BTNH, q_segment_ids)
+  k = without_padding(k_BSKH, k_segment_ids)
+  v = without_padding(v_BSKH, k_segment_ids)
   arrays = q, k, v, Rows(q_index, q_segment_ids), Rows(k_index, k_segment_ids)
   if impl == "gpu":
     return gpu.attend(options, q, k, v)
   if impl == "reference":
     out, lse = reference.attend(options, *arrays, words)
   else:
-    attend = tpu.attend if impl == "tpu" else xla.attend
-    out, lse = attend(options, offset, *arrays, words)
+    module = tpu if impl == "tpu" else xla
+    out, lse = attend(module, options, offset, *arrays, words)
   if sinks_N is not None:
-    out, lse = _with_sinks(out, lse, sinks_N)
+    out, lse = with_sinks(out, lse, sinks_N)
   # For the cotangents: those of padding rows have no meaning either.
-  out = _without_padding(out, q_segment_ids)
+  out = without_padding(out, q_segment_ids)
   if not return_lse:
     return out
   if q_segment_ids is not None:
     lse = jnp.where(q_segment_ids[:, :, None] != 0, lse, LEAST)
   return out, lse
-
-
-def _sides(causal: bool, window: Window) -> tuple[int | None, int | None]:
-  """How many positions before and after its own a query sees."""
-  if isinstance(window, tuple):
-    left, right = window
-    if any(side is not None and side < 0 for side in window):
-      raise ValueError(f"both sides of window must be at least 0, got {window}")
-  elif window is None:
-    left = right = None
-  elif window < 1:
-    raise ValueError(f"window must be at least 1, got {window}")
-  else:
-    left = right = window - 1
-  return left, 0 if causal else right
 
 
 def _positions(T: int, S: int, q_offset, q_positions, k_positions):
@@ -213,19 +204,3 @@ def _positions(T: int, S: int, q_offset, q_positions, k_positions):
   offset = q_offset if isinstance(q_offset, int) else None
   q_index = count(T) + jnp.asarray(q_offset, jnp.int32).reshape(-1, 1)
   return offset, q_index, count(S)
-
-
-def _with_sinks(out_BTNH, lse_BTN, sinks_N):
-  """The softmax with one more score, by what the others sum to."""
-  sinks = sinks_N.astype(jnp.float32)[None, None]
-  share = jax.nn.sigmoid(lse_BTN - sinks)
-  out = (out_BTNH * share[..., None]).astype(out_BTNH.dtype)
-  return out, jnp.logaddexp(lse_BTN, sinks)
-
-
-def _without_padding(x_BTNH: jax.Array, segment_ids: jax.Array | None):
-  """The same with zeros in the rows of segment 0."""
-  if segment_ids is None:
-    return x_BTNH
-  real = (segment_ids != 0)[:, :, None, None]
-  return jnp.where(real, x_BTNH, jnp.zeros_like(x_BTNH))

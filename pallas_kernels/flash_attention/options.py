@@ -11,6 +11,8 @@ import jax.numpy as jnp
 HIDDEN = -2e38
 LEAST = -1e30
 
+Window = int | tuple[int | None, int | None] | None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -33,6 +35,21 @@ class Options:
   dropout_rate: float
   operands: str
   out_dtype: str
+
+
+def sides(causal: bool, window: Window) -> tuple[int | None, int | None]:
+  """How many positions before and after its own a query sees."""
+  if isinstance(window, tuple):
+    left, right = window
+    if any(side is not None and side < 0 for side in window):
+      raise ValueError(f"both sides of window must be at least 0, got {window}")
+  elif window is None:
+    left = right = None
+  elif window < 1:
+    raise ValueError(f"window must be at least 1, got {window}")
+  else:
+    left = right = window - 1
+  return left, 0 if causal else right
 
 
 class Rows(NamedTuple):

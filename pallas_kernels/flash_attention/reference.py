@@ -42,8 +42,8 @@ def attend(
   weights = weights / total
   if words_2BNT is not None:
     columns = tuple(words_2BNT.reshape(2, B, K, N // K, T, 1))
-    slots = jnp.arange(k_BSKH.shape[1], dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
-    weights = drop(weights, columns, slots, options.dropout_rate)
+    index = keys.index[:, None, None, None]
+    weights = drop(weights, columns, index, options.dropout_rate)
   out = dot("BKGTS,BSKH->BTKGH", weights, v_BSKH, options.operands)
   out = out.reshape(B, T, N, H).astype(options.out_dtype)
   return out, jnp.transpose(lse, (0, 3, 1, 2)).reshape(B, T, N)

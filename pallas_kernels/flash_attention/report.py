@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.flash_attention import report_shape, tiles, tpu, tuning
+from pallas_kernels.flash_attention.attend import attend
 from pallas_kernels.flash_attention.options import Options, Rows
 from pallas_kernels.report_case import Case, Part
 
@@ -50,7 +51,7 @@ def make_case(
     # Layers of a model would hand arrays over in this layout, or XLA would.
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BNTH, k_BKSH, v_BKSH))
     with use_table():
-      out, _ = tpu.attend(options, 0, q, k, v, rows, rows, None)
+      out, _ = attend(tpu, options, 0, q, k, v, rows, rows, None)
     return out.astype(jnp.float32).sum()
 
   array = lambda heads: jax.ShapeDtypeStruct((B, heads, T, H), jnp.bfloat16)

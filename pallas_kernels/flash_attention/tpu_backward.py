@@ -39,8 +39,9 @@ def backward(
   scalars,
   queries: Side,
   keys: Side,
+  dtype: str,
 ):
-  """Gradients by queries, keys and values, in the dtypes of these.
+  """Gradients by queries, keys and values.
 
   Args:
     plan: how the work is cut.
@@ -54,6 +55,7 @@ def backward(
     scalars: as in `forward`.
     queries: likewise.
     keys: likewise.
+    dtype: of the gradients.
   """
   B, N, T, H = q_BNTH.shape
   K, S = k_BKSH.shape[1:3]
@@ -88,7 +90,7 @@ def backward(
     )
 
   # Chunks beyond the first add to what others have written: in float32.
-  dq_dtype = q_BNTH.dtype if num_chunks == 1 else jnp.float32
+  dq_dtype = dtype if num_chunks == 1 else jnp.float32
   run = pallas_call(
     functools.partial(_kernel, plan),
     name="flash_attention_bwd",
@@ -120,8 +122,8 @@ def backward(
     ),
     out_shape=[
       jax.ShapeDtypeStruct((num_chunks, *q_BNTH.shape), dq_dtype),
-      jax.ShapeDtypeStruct(k_BKSH.shape, k_BKSH.dtype),
-      jax.ShapeDtypeStruct(v_BKSH.shape, v_BKSH.dtype),
+      jax.ShapeDtypeStruct(k_BKSH.shape, dtype),
+      jax.ShapeDtypeStruct(v_BKSH.shape, dtype),
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=(
@@ -139,7 +141,7 @@ def backward(
   dq, dk, dv = run(
     scalars, q_BNTH, k_BKSH, v_BKSH, g_BNTH, lse, row(delta_BNT), queries, keys
   )
-  dq = dq[0] if num_chunks == 1 else jnp.sum(dq, axis=0).astype(q_BNTH.dtype)
+  dq = dq[0] if num_chunks == 1 else jnp.sum(dq, axis=0).astype(dtype)
   return dq, dk, dv
 
 

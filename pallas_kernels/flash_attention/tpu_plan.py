@@ -177,7 +177,7 @@ def dropped(plan: Plan, queries: Part, keys: Part, weights: jax.Array):
   if queries.words is None:
     return weights
   rate = plan.options.dropout_rate
-  return dropout.drop(weights, queries.words, keys.slot, rate)
+  return dropout.drop(weights, queries.words, keys.index, rate)
 
 
 class Tile(NamedTuple):

@@ -1,11 +1,7 @@
 """Attention in chunks of queries, in plain XLA: O(T) memory, any platform.
 
-Forward keeps the output and the logsumexp of each row; backward recomputes
-the probabilities chunk by chunk (arXiv:2205.14135, algorithm 4, with the keys
-in one block).
+Probabilities exist for a chunk of queries at a time, forward and backward.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +20,20 @@ from pallas_kernels.flash_attention.options import (
 CHUNK = 128
 # Up to so many chunks are unrolled, each with just the keys it can see.
 MAX_UNROLLED = 8
+ROWS_AXIS = 1  # of laid vectors
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend(
+def laid(options: Options, x_BTNH: jax.Array) -> jax.Array:
+  """As products take it."""
+  return x_BTNH.astype(options.operands)
+
+
+def unlaid(x_BTNH: jax.Array) -> jax.Array:
+  """The way back."""
+  return x_BTNH
+
+
+def values(
   options: Options,
   offset: int | None,
   q_BTNH: jax.Array,
@@ -37,44 +43,25 @@ def attend(
   keys: Rows,
   words_2BNT: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Output [B, T, N, H] and logsumexp [B, T, N].
-
-  Args:
-    options: what is asked.
-    offset: position of the first query where positions just count up, and
-      those of keys do from 0; None: they are arrays.
-    q_BTNH: queries.
-    k_BSKH: keys.
-    v_BSKH: values.
-    queries: where each query stands.
-    keys: where each key stands.
-    words_2BNT: of `dropout.row_words`; None: no dropout.
-  """
-  arrays = q_BTNH, k_BSKH, v_BSKH, queries, keys, words_2BNT
-  return _attend_fwd(options, offset, *arrays)[0]
-
-
-def _attend_fwd(options, offset, q, k, v, queries, keys, words):
-  B, T, N, H = q.shape
-  S, K = k.shape[1:3]
-  dtypes = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), (q, k, v))
-  q = q.astype(options.operands).reshape(B, T, K, N // K, H)
-  k, v = k.astype(options.operands), v.astype(options.operands)
-  words = _by_query(words, K)
+  """Output [B, T, N, H] and logsumexp [B, T, N]; see `attend`."""
+  B, T, N, H = q_BTNH.shape
+  S, K = k_BSKH.shape[1:3]
+  q = q_BTNH.reshape(B, T, K, N // K, H)
+  words = _by_query(words_2BNT, K)
 
   def chunk(carry, part, first, last):
     """Output and logsumexp of one chunk of queries."""
     q, queries, words = part
     q = _heads_first(q)
-    scores, _ = _scores(
-      options, q, k[:, first:last], queries, keys.cut(first, last)
-    )
+    k, v = k_BSKH[:, first:last], v_BSKH[:, first:last]
+    seen_keys = keys.cut(first, last)
+    scores, _ = _scores(options, q, k, queries, seen_keys)
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LEAST)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = jnp.where(total == 0.0, 1.0, total)
-    dropped = _drop(options, weights, words, first)
-    out = dot("BKGTS,BSKH->BTKGH", dropped, v[:, first:last], options.operands)
+    dropped = _drop(options, weights, words, seen_keys)
+    out = dot("BKGTS,BSKH->BTKGH", dropped, v, options.operands)
     lse = _rows_first(top + jnp.log(total))
     # Not the scores: an output has fewer numbers than a row of them.
     out = out / _rows_first(total)[..., None]
@@ -82,33 +69,42 @@ def _attend_fwd(options, offset, q, k, v, queries, keys, words):
 
   rows = q, queries, words
   _, (out, lse) = _over_chunks(options, offset, S, chunk, None, rows)
-  out, by_head = out.reshape(B, T, N, H), lse.reshape(B, T, N)
-  saved = q, k, v, queries, keys, words, out, lse, dtypes
-  return (out, by_head), saved
+  return out.reshape(B, T, N, H), lse.reshape(B, T, N)
 
 
-def _attend_bwd(options, offset, saved, cotangents):
-  q, k, v, queries, keys, words, out, lse, dtypes = saved
-  g, g_lse = cotangents
-  B, T, K, G, H = q.shape
-  S = k.shape[1]
-  delta = jnp.sum(g.astype(jnp.float32) * out, axis=-1) - g_lse
-  delta = delta.reshape(B, T, K, G)
-  g = g.astype(options.operands).reshape(q.shape)
+def gradients(
+  options: Options,
+  offset: int | None,
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  g_BTNH: jax.Array,
+  lse_BTN: jax.Array,
+  delta_BTN: jax.Array,
+  queries: Rows,
+  keys: Rows,
+  words_2BNT: jax.Array | None,
+  dtype: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """By queries, keys and values; see `attend`."""
+  B, T, N, H = q_BTNH.shape
+  S, K = k_BSKH.shape[1:3]
+  by_group = lambda x: x.reshape(B, T, K, N // K, *x.shape[3:])
 
   def chunk(sums, part, first, last):
     """Adds a chunk's share to dk and dv; gives its dq."""
     q, queries, words, g, delta, lse = part
     q, g = _heads_first(q), _heads_first(g)
-    k_seen, v_seen = k[:, first:last], v[:, first:last]
-    scores, slope = _scores(options, q, k_seen, queries, keys.cut(first, last))
+    k, v = k_BSKH[:, first:last], v_BSKH[:, first:last]
+    seen_keys = keys.cut(first, last)
+    scores, slope = _scores(options, q, k, queries, seen_keys)
     weights = jnp.exp(scores - _rows_last(lse))
-    drop = lambda x: _drop(options, x, words, first)
+    drop = lambda x: _drop(options, x, words, seen_keys)
     # Scores stay as they lie: second operands, summed in the order of theirs.
     dv = dot("BKGTH,BKGTS->BSKH", g, drop(weights), options.operands)
-    dp = drop(dot("BKGTH,BSKH->BKGTS", g, v_seen, options.operands))
+    dp = drop(dot("BKGTH,BSKH->BKGTS", g, v, options.operands))
     ds = weights * (dp - _rows_last(delta)) * slope
-    dq = dot("BKGTS,BSKH->BTKGH", ds, k_seen, options.operands)
+    dq = dot("BKGTS,BSKH->BTKGH", ds, k, options.operands)
     dk = dot("BKGTH,BKGTS->BSKH", q, ds, options.operands)
     if sums is None:
       fill = [(0, 0), (first, S - last), (0, 0), (0, 0)]
@@ -118,15 +114,11 @@ def _attend_bwd(options, offset, saved, cotangents):
     dv_sum = dv_sum.at[:, first:last].add(dv)
     return (dk_sum, dv_sum), dq
 
-  zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-  rows = q, queries, words, g, delta, lse
-  (dk, dv), dq = _over_chunks(options, offset, S, chunk, zeros, rows)
-  grads = dq.reshape(B, T, K * G, H), dk, dv
-  cast = lambda x, like: x.astype(like.dtype)
-  return *map(cast, grads, dtypes), None, None, None
-
-
-attend.defvjp(_attend_fwd, _attend_bwd)
+  zeros = jnp.zeros(k_BSKH.shape, jnp.float32)
+  q, g, lse, delta = map(by_group, (q_BTNH, g_BTNH, lse_BTN, delta_BTN))
+  rows = q, queries, _by_query(words_2BNT, K), g, delta, lse
+  sums, dq = _over_chunks(options, offset, S, chunk, (zeros, zeros), rows)
+  return tuple(x.astype(dtype) for x in (dq.reshape(B, T, N, H), *sums))
 
 
 def _over_chunks(options, offset, S, step, zeros, rows):
@@ -134,7 +126,7 @@ def _over_chunks(options, offset, S, step, zeros, rows):
 
   Args:
     options: what is asked.
-    offset: as in `attend`.
+    offset: see `attend`.
     S: number of keys.
     step: (carry, part, first, last) -> (carry, outputs): `part` holds some
       queries, which see keys [first, last) at most. The first of few has the
@@ -204,14 +196,13 @@ def _by_query(words_2BNT: jax.Array | None, K: int):
   return words_2BNT.transpose(1, 3, 2, 0).reshape(B, T, K, N // K, 2)
 
 
-def _drop(options, weights, words_BTKG2, first):
-  """Dropout of weights [B, K, G, T, S], of keys from `first` on."""
+def _drop(options, weights, words_BTKG2, keys: Rows):
+  """Dropout of weights [B, K, G, T, S]."""
   if words_BTKG2 is None:
     return weights
   columns = tuple(_rows_last(words_BTKG2[..., n]) for n in range(2))
-  slots = first + jnp.arange(weights.shape[-1], dtype=jnp.int32)
-  slots = slots.reshape(1, 1, 1, 1, -1)
-  return drop(weights, columns, slots, options.dropout_rate)
+  index = keys.index[:, None, None, None]
+  return drop(weights, columns, index, options.dropout_rate)
 
 
 def _heads_first(x_BTKGH: jax.Array) -> jax.Array:
