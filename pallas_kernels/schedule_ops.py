@@ -51,8 +51,8 @@ def parse_bundle(text: str) -> list[Op]:
     out, name, rest = match.groups()
     if name.startswith("inlined_call_operand"):
       index = int(_OPERAND.search(rest)[1])
-      # A scalar, as a bound of the grid, arrives in a register.
-      scalar = rest.startswith(".<no memory space> [shape: s32[]")
+      # One number, as a bound of the grid, arrives in a register.
+      scalar = rest.startswith(".<no memory space> [shape: s32[")
       name = "operand" if scalar else "smov.u32"
       given = index if scalar else Pointer(f"operand{index}", 0)
       ops.append(Op(name, out, False, "", "", (given,)))
