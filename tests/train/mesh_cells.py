@@ -39,7 +39,14 @@ GROUPS = {
   ),
   "mha": (tiny.MHA, [(1, 1, 8, "dots")]),
   "dropout": (DROPOUT, [(2, 2, 2, "block")]),
+  # One cell an axis: the Pallas kernels, interpreted.
+  "kernels": (
+    DROPOUT,
+    [(2, 1, 1, "block"), (1, 2, 1, "none"), (1, 1, 2, "nested")],
+  ),
 }
+# The one device runs what XLA makes of plain JAX.
+KERNELS = dict(attention="tpu", loss="tpu")
 
 
 def main(group: str):
@@ -48,14 +55,15 @@ def main(group: str):
   jax.config.update("jax_numpy_rank_promotion", "raise")
   config, cells = GROUPS[group]
   model = tiny.random_model(config)
-  names = ["adamw"] if group == "dropout" else ["sgd", "adamw"]
+  names = ["sgd", "adamw"] if group in ("gqa", "mha") else ["adamw"]
+  kernels = KERNELS if group == "kernels" else {}
   for name in names:
     # The plainest form: no mesh, no micro-batches, nothing recomputed.
     theirs = tiny.train(model, OPTIMIZERS[name], tiny.one_device())
     for data, fsdp, tensor, remat in cells:
       mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor))
       ours = tiny.train(
-        model, OPTIMIZERS[name], mesh, accumulation=2, remat=remat
+        model, OPTIMIZERS[name], mesh, accumulation=2, remat=remat, **kernels
       )
       moments = distances_of(ours, theirs, 0, lambda state: state.opt_state)
       params = distances_of(ours, theirs, -1, lambda state: state.model)

@@ -77,3 +77,15 @@ def test_dropout_masks_are_the_same_on_every_mesh():
   assert "2x2x2 adamw" in found, found.get("error")
   close(found["2x2x2 adamw"]["params"], 16)
   close(found["2x2x2 adamw"]["metrics"], 24)
+
+
+@pytest.mark.xdist_group("cells_kernels")
+@pytest.mark.parametrize("mesh", ["2x1x1", "1x2x1", "1x1x2"])
+def test_pallas_kernels_equal_one_device_without_them(mesh):
+  """Of attention and of the loss, with packing and dropout."""
+  found = cells("kernels")
+  cell = f"{mesh} adamw"
+  assert cell in found, found.get("error")
+  close(found[cell]["moments"], 16)
+  close(found[cell]["params"], 16)
+  close(found[cell]["metrics"], 24)

@@ -1,0 +1,80 @@
+"""The production step as the TPU's compiler makes it, without a TPU."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from model.config import ModelConfig, Rope
+from model.execution import Execution
+from model.precision import POLICIES
+from model.transformer import Transformer
+from pallas_kernels.aot import topology_devices
+from sharding.arrays import batch_sharding
+from sharding.axes import MeshConfig, Rules
+from sharding.mesh import make_mesh
+from tests.train import tiny
+from train.config import OptimizerConfig
+from train.objective import lm_loss
+from train.state import abstract_state, shardings_of
+from train.step import make_train_step
+
+pytestmark = pytest.mark.tpu_compiler
+
+# The size of the residual stream occurs in nothing else.
+CONFIG = ModelConfig(
+  vocab_size=640,
+  num_layers=2,
+  embed_dim=320,
+  num_heads=8,
+  num_kv_heads=4,
+  head_dim=128,
+  mlp_dim=448,
+  max_positions=256,
+  rope=Rope(theta=1e4),
+)
+ROWS, LENGTH = 8, 256
+
+
+@functools.cache
+def program() -> str:
+  """HLO of a bf16 step with two micro-batches on v5e:2x4, fsdp x tensor."""
+  devices = topology_devices("v5e:2x4")
+  mesh = make_mesh(MeshConfig(fsdp=4, tensor=2), devices=devices)
+  rule = tiny.optimizer_of(OptimizerConfig())
+  make_model = lambda rngs: Transformer(CONFIG, rngs=rngs)
+  state = abstract_state(make_model, rule, mesh=mesh, rules=Rules())
+  execution = Execution(mesh=mesh, precision=POLICIES["bf16"], remat="block")
+  step = make_train_step(
+    lm_loss(), rule, execution, shardings_of(state), accumulation=2
+  )
+  batch = {
+    name: jax.ShapeDtypeStruct(
+      (ROWS, LENGTH),
+      np.float32 if name == "loss_weights" else np.int32,
+      sharding=batch_sharding(mesh, Rules()),
+    )
+    for name in tiny.packed_batch()
+  }
+  lowered = step.on_leaves.lower(jax.tree.leaves(state), batch)
+  return lowered.compile().as_text()
+
+
+def test_kernels_are_in_the_program():
+  """Chosen by the devices that will run it, not by those of this process."""
+  assert jax.default_backend() == "cpu"
+  kernels = re.findall(r"%([a-z_]+)[.\d]* = .*tpu_custom_call", program())
+  assert {"flash_attention_fwd", "flash_attention_bwd"} <= set(kernels)
+
+
+def test_attention_gathers_nothing():
+  """Heads stay where they are: what is gathered are weights and residuals."""
+  gathered = re.findall(
+    r"\w+\[([\d,]+)\]\S* all-gather(?:-start)?\(", program()
+  )
+  shapes = [tuple(map(int, dims.split(","))) for dims in gathered]
+  assert shapes
+  for shape in shapes:
+    assert CONFIG.embed_dim in shape, shape
