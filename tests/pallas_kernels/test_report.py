@@ -6,12 +6,14 @@ import subprocess
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import report, report_chips, report_read
+from pallas_kernels.flash_attention import report as flash
 from pallas_kernels.flash_attention import report_shape
 from pallas_kernels.report_case import Case, Part
 from tests.pallas_kernels import schedule_sample as sample
@@ -219,6 +221,29 @@ def test_help_needs_no_jax():
     [sys.executable, "-c", code], capture_output=True, text=True, check=True
   )
   assert "--topology" in shown.stdout
+
+
+def test_blocks_of_both_directions_reach_the_kernels():
+  shape = flash.SHAPE | dict(length=1024)
+  sizes = (256, 128, 128), (512, 256, 256)
+  names = flash.SIZES + flash.BACKWARD_SIZES
+  case = flash.make_case("v6e", shape, dict(zip(names, sizes[0] + sizes[1])))
+  assert tuple(case.blocks.values()) == sizes[0] + sizes[1]
+  program = str(jax.make_jaxpr(case.function)(*case.args))
+  # The last dimension of the backward grid, the third of the forward one.
+  assert "grid=(1, 1, 4, 1)" in program
+  assert "grid=(1, 1, 1, 1, 2)" in program
+
+
+def test_the_best_blocks_become_a_line_of_the_table():
+  best = {
+    "backward": dict(zip(flash.BACKWARD_SIZES, (512, 256, 128))),
+    "forward": dict(zip(flash.SIZES, (1024, 512, 256))),
+  }
+  line = flash.table_entry("v6e", flash.SHAPE, best)
+  assert (
+    line == "('v6e', 128): (Blocks(1024, 512, 256), Blocks(512, 256, 128)),"
+  )
 
 
 @pytest.mark.tpu_compiler
