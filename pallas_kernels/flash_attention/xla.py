@@ -16,8 +16,10 @@ from pallas_kernels.flash_attention.options import (
   visible,
 )
 
-# Queries whose scores exist at one time.
+# Queries whose scores exist at one time,
 CHUNK = 128
+# or fewer, where a row of the batch would have more scores than that.
+MAX_SCORES = 2**22
 # Up to so many chunks are unrolled, each with just the keys it can see.
 MAX_UNROLLED = 8
 ROWS_AXIS = 1  # of laid vectors
@@ -132,17 +134,18 @@ def _over_chunks(options, offset, S, step, zeros, rows):
       queries, which see keys [first, last) at most. The first of few has the
       carry None and, under a causal mask, most keys.
     zeros: the carry at the start of a loop over many chunks.
-    rows: tree of arrays [B, T, ...].
+    rows: tree of arrays [B, T, ...], the queries [B, T, K, G, H] first.
 
   Returns:
     The last carry, and the outputs as arrays [B, T, ...].
   """
-  T = jax.tree.leaves(rows)[0].shape[1]
-  num_chunks = -(-T // CHUNK)
+  _, T, K, G, _ = rows[0].shape
+  size = min(CHUNK, max(8, MAX_SCORES // (K * G * S)))
+  num_chunks = -(-T // size)
   if num_chunks <= MAX_UNROLLED:
     carry, parts = None, []
-    for start in reversed(range(0, T, CHUNK)):
-      stop = min(start + CHUNK, T)
+    for start in reversed(range(0, T, size)):
+      stop = min(start + size, T)
       first, last = 0, S
       if offset is not None and options.right is not None:
         last = min(S, max(1, stop + offset + options.right))
@@ -155,16 +158,16 @@ def _over_chunks(options, offset, S, step, zeros, rows):
     return carry, jax.tree.map(join, *reversed(parts))
 
   def split(x):
-    """[B, T, ...] -> [chunks, B, CHUNK, ...]; zeros fill the last chunk."""
+    """[B, T, ...] -> [chunks, B, size, ...]; zeros fill the last chunk."""
     fill = [(0, 0)] * x.ndim
-    fill[1] = (0, num_chunks * CHUNK - T)
+    fill[1] = (0, num_chunks * size - T)
     x = jnp.pad(x, fill)
-    x = x.reshape(x.shape[0], num_chunks, CHUNK, *x.shape[2:])
+    x = x.reshape(x.shape[0], num_chunks, size, *x.shape[2:])
     return jnp.swapaxes(x, 0, 1)
 
   def join(x):
     x = jnp.swapaxes(x, 0, 1)
-    return x.reshape(x.shape[0], num_chunks * CHUNK, *x.shape[3:])[:, :T]
+    return x.reshape(x.shape[0], num_chunks * size, *x.shape[3:])[:, :T]
 
   body = lambda carry, part: step(carry, part, 0, S)
   carry, outputs = jax.lax.scan(body, zeros, jax.tree.map(split, rows))

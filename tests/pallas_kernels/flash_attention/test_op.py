@@ -383,6 +383,15 @@ def test_all_implementations_drop_the_same():
   np.testing.assert_allclose(tpu, reference, **tolerance("attention"))
 
 
+def test_memory_of_long_rows():
+  """Gradients at T = 8192: at most 256 MB above the inputs."""
+  x = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.float32)
+  loss = lambda q, k, v: flash_attention(q, k, v, impl="xla").sum()
+  grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+  memory = grad.lower(x, x, x).compile().memory_analysis()
+  assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 256e6
+
+
 @pytest.mark.parametrize("impl", ["xla", "tpu"])
 def test_memory_is_linear_in_the_length(impl):
   """No value of the traced gradient holds all T x S scores of a head."""
