@@ -87,8 +87,8 @@ def _statistics(options: Options, arrays, head):
     x, targets, counts = part
     x = readable(x, counts[:, 0]).astype(options.operands)
     kernel = tpu_kernels.forward(options, x, head, keep_logits=False)
-    lse, picked = kernel(x, head, targets - options.first_id(head))
-    return None, (split.total_lse(lse, options.vocab_axis), picked)
+    statistics = kernel(x, head, _own(options, head, targets))
+    return None, _over_parts(options, *statistics)
 
   return _walk(options, chunk, None, arrays, head)[1]
 
@@ -112,15 +112,16 @@ def _gradients(options, x, head, targets, counts, per_token, coefficients):
     dhead, is_first = carry
     x, targets, counts, per_token = part
     dtype, x = x.dtype, readable(x, counts[:, 0]).astype(options.operands)
-    targets = targets - options.first_id(head)
+    targets = _own(options, head, targets)
     forward = tpu_kernels.forward(options, x, head, keep_logits=True)
-    lse, picked, logits = forward(x, head, targets)
-    lse = split.total_lse(lse, options.vocab_axis)
+    *statistics, logits = forward(x, head, targets)
+    lse, picked = _over_parts(options, *statistics)
     to_all, to_target = coefficients(lse, per_token)
     backward = tpu_kernels.backward(options, x, head)
     columns = targets, lse, to_all, to_target
     dx, dhead = backward(is_first, x, head, logits, *columns, dhead)
-    return (dhead, jnp.zeros_like(is_first)), (dx.astype(dtype), lse, picked)
+    dx = jnp.sum(dx, axis=0).astype(dtype)
+    return (dhead, jnp.zeros_like(is_first)), (dx, lse, picked)
 
   # Not zeros, which would be written for the first chunk to read.
   dhead = jax.lax.empty(head.shape, jnp.float32)
@@ -128,6 +129,20 @@ def _gradients(options, x, head, targets, counts, per_token, coefficients):
   carry = dhead, jnp.ones((1, 1), jnp.int32)
   (dhead, _), (dx, lse, picked) = _walk(options, chunk, carry, arrays, head)
   return (dx, dhead.astype(head.dtype)), (lse, picked)
+
+
+def _over_parts(options, lse, picked):
+  """Logsumexp over cores and devices, and over cores the target's logit."""
+  lse = jax.nn.logsumexp(lse, axis=0)
+  return split.total_lse(lse, options.vocab_axis), jnp.sum(picked, axis=0)
+
+
+def _own(options, head, targets):
+  """Targets by their place in this device's head; -1: another has it."""
+  own = targets - options.first_id(head)
+  here = (own >= 0) & (own < head.shape[options.vocab_dim])
+  # A place past the last would be one that fills up a block.
+  return jnp.where(here, own, -1)
 
 
 def _losses(options, lse, picked):

@@ -4,6 +4,8 @@ C tokens of a chunk; one matmul of a grid step is C x D x (a block of V). An
 inner loop cuts it further, so that the program stays small.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -32,18 +34,19 @@ def forward(options: Options, x, head, *, keep_logits: bool):
 
   Returns:
     A function (x, head, targets) -> (logsumexp, logit of the target, logits),
-    float32 [C, 1], [C, 1], [C, V]; the last only with `keep_logits`. Targets
-    are int32 [C, 1]; the logit of one outside of [0, V) is 0.
+    float32, [cores, C, 1] twice and [C, V]; the last only with `keep_logits`.
+    Each core has walked over its own part of the vocabulary. Targets are int32
+    [C, 1]; the logit of -1 is 0.
   """
   C, D = x.shape
   V = head.shape[options.vocab_dim]
   blocks = _blocks(options, x, head)
-  size = min(blocks.forward_vocab, _round_up(V))
-  rows = _divisor(C, blocks.rows)
+  grid = _Grid(V, min(blocks.forward_vocab, _round_up(V)), blocks.cores)
+  size, rows = grid.size, _divisor(C, blocks.rows)
 
   def kernel(x, head, targets, lse, picked, *rest):
     logits, (top, total) = rest[:-2], rest[-2:]
-    step = pl.program_id(0)
+    step, block = pl.program_id(1), grid.block()
 
     @pl.when(step == 0)
     def _():
@@ -55,7 +58,7 @@ def forward(options: Options, x, head, *, keep_logits: bool):
       at = pl.ds(pl.multiple_of(i * rows, LANES), rows)
       z = _dot(options, x[at, :], head[...], 1, 1 - options.vocab_dim)
       z = _cap(options, z * options.scale)
-      token = step * size + _iota(z.shape, 1)
+      token = block * size + _iota(z.shape, 1)
       if V % size:
         z = jnp.where(token < V, z, LEAST)
       for out in logits:
@@ -69,25 +72,28 @@ def forward(options: Options, x, head, *, keep_logits: bool):
       total[at, :] = total[at, :] * jnp.exp(before - now) + new
       return 0
 
-    jax.lax.fori_loop(0, C // rows, part, 0)
+    @grid.when_mine
+    def _():
+      jax.lax.fori_loop(0, C // rows, part, 0)
 
-    @pl.when(step == pl.num_programs(0) - 1)
+    @pl.when(step == pl.num_programs(1) - 1)
     def _():
       lse[...] = top[...] + jnp.log(total[...])
 
-  out_shape = [jax.ShapeDtypeStruct((C, 1), jnp.float32)] * 2
-  out_specs = [_whole((C, 1))] * 2
+  cores = grid.cores
+  out_shape = [jax.ShapeDtypeStruct((cores, C, 1), jnp.float32)] * 2
+  out_specs = [_a_core((C, 1))] * 2
   if keep_logits:
     out_shape += [jax.ShapeDtypeStruct((C, V), jnp.float32)]
-    out_specs += [pl.BlockSpec((C, size), lambda j: (0, j))]
+    out_specs += [grid.columns(C)]
   out_bytes = 4 * C * V if keep_logits else 0
   return pallas_call(
     kernel,
     name=FORWARD,
-    grid=(pl.cdiv(V, size),),
+    grid=(cores, grid.steps),
     in_specs=[
       _whole((C, D)),
-      _head_spec(options, size, D),
+      grid.head(options, D),
       _whole((C, 1)),
     ],
     out_specs=out_specs,
@@ -107,15 +113,17 @@ def backward(options: Options, x, head):
 
   Returns:
     A function (is_first, x, head, logits, targets, lse, to_all, to_target,
-    dhead) -> (dx, dhead), both float32, with this chunk's gradient added to
-    `dhead` in place, or written there if `is_first`, int32 [1, 1], is 1. All
-    between logits and dhead are [C, 1]; see `tpu._gradients`. A token whose
-    last two are 0 adds nothing.
+    dhead) -> (dx, dhead), float32, [cores, C, D] and like the head. This
+    chunk's gradient is added to `dhead` in place, or written there if
+    `is_first`, int32 [1, 1], is 1. dx is the sum over cores. All between
+    logits and dhead are [C, 1]; see `tpu._gradients`. A token whose last two
+    are 0 adds nothing.
   """
   C, D = x.shape
   V = head.shape[options.vocab_dim]
   blocks = _blocks(options, x, head)
-  size = min(blocks.backward_vocab, _round_up(V))
+  grid = _Grid(V, min(blocks.backward_vocab, _round_up(V)), blocks.cores)
+  size = grid.size
   dims = D if D % LANES else _divisor(D, blocks.dims)
   rows = _divisor(C, blocks.rows)
   vocab_first = options.vocab_dim == 0
@@ -123,16 +131,16 @@ def backward(options: Options, x, head):
   def kernel(is_first, x, head, logits, *refs):
     targets, lse, to_all, to_target, before, dx, after, *scratch = refs
     grad, grad_transposed = scratch
-    step, fresh = pl.program_id(0), is_first[0, 0] == 1
+    block, fresh = grid.block(), is_first[0, 0] == 1
 
-    @pl.when(step == 0)
+    @pl.when(pl.program_id(1) == 0)
     def _():
       dx[...] = jnp.zeros_like(dx)
 
     def gradient(i, _):
       at = pl.ds(pl.multiple_of(i * rows, LANES), rows)
       z = logits[at, :]
-      token = step * size + _iota(z.shape, 1)
+      token = block * size + _iota(z.shape, 1)
       g = jnp.exp(z - lse[at, :]) * to_all[at, :]
       g -= jnp.where(token == targets[at, :], to_target[at, :], 0.0)
       g *= _slope(options, z)
@@ -144,15 +152,13 @@ def backward(options: Options, x, head):
         grad_transposed[:, at] = g.astype(grad.dtype).T
       return 0
 
-    jax.lax.fori_loop(0, C // rows, gradient, 0)
-
     def part(i, _):
       at = pl.ds(pl.multiple_of(i * dims, LANES) if dims < D else 0, dims)
       window = (slice(None), at) if vocab_first else (at, slice(None))
       w = head[window]
       if V % size:
         # Rows past the last hold anything, and 0 NaN = NaN.
-        real = step * size + _iota(w.shape, options.vocab_dim) < V
+        real = block * size + _iota(w.shape, options.vocab_dim) < V
         w = jnp.where(real, w, jnp.zeros_like(w))
       dx[:, at] += _dot(options, grad[...], w, 1, options.vocab_dim)
       if vocab_first:
@@ -162,26 +168,29 @@ def backward(options: Options, x, head):
       after[window] = jnp.where(fresh, 0.0, before[window]) + new
       return 0
 
-    jax.lax.fori_loop(0, D // dims, part, 0)
+    @grid.when_mine
+    def _():
+      jax.lax.fori_loop(0, C // rows, gradient, 0)
+      jax.lax.fori_loop(0, D // dims, part, 0)
 
   operand = jnp.dtype(options.operands)
   transposed = (size, C) if vocab_first else (8, LANES)
-  head_spec = _head_spec(options, size, D)
+  head_spec = grid.head(options, D)
   return pallas_call(
     kernel,
     name=BACKWARD,
-    grid=(pl.cdiv(V, size),),
+    grid=(grid.cores, grid.steps),
     in_specs=[
       pl.BlockSpec(memory_space=pltpu.SMEM),
       _whole((C, D)),
       head_spec,
-      pl.BlockSpec((C, size), lambda j: (0, j)),
+      grid.columns(C),
       *[_whole((C, 1))] * 4,
       head_spec,
     ],
-    out_specs=[_whole((C, D)), head_spec],
+    out_specs=[_a_core((C, D)), head_spec],
     out_shape=[
-      jax.ShapeDtypeStruct((C, D), jnp.float32),
+      jax.ShapeDtypeStruct((grid.cores, C, D), jnp.float32),
       jax.ShapeDtypeStruct(head.shape, jnp.float32),
     ],
     input_output_aliases={8: 1},
@@ -215,18 +224,67 @@ def _params(blocks: Blocks, options: Options, x, head):
   # Besides the windows: the compiler's own, for what it takes apart.
   need = tuning.vmem_bytes(blocks, x.shape[-1], _num_bytes(options, head))
   return pltpu.CompilerParams(
-    dimension_semantics=("arbitrary",), vmem_limit_bytes=need + (12 << 20)
+    dimension_semantics=("parallel", "arbitrary"),
+    vmem_limit_bytes=need + (12 << 20),
   )
 
 
+class _Grid(NamedTuple):
+  """Cores x steps; each core walks over blocks of its own, one after another.
+
+  Where blocks do not divide by cores, the last core has nothing to do in its
+  last steps: it stays at the last block, and the block in fast memory.
+
+  Attributes:
+    V: tokens of the vocabulary.
+    size: of a block.
+    cores: that share a program's memory.
+  """
+
+  V: int
+  size: int
+  cores: int
+
+  @property
+  def steps(self) -> int:
+    return pl.cdiv(pl.cdiv(self.V, self.size), self.cores)
+
+  def block(self):
+    """The block of the grid step that runs."""
+    return pl.program_id(0) * self.steps + pl.program_id(1)
+
+  def when_mine(self, body):
+    """Runs `body` where the step has a block."""
+    num_blocks = pl.cdiv(self.V, self.size)
+    if num_blocks == self.cores * self.steps:
+      body()
+    else:
+      pl.when(self.block() < num_blocks)(body)
+
+  def columns(self, C: int):
+    """A block of an array [C, V]."""
+    return pl.BlockSpec((C, self.size), lambda i, j: (0, self._at(i, j)))
+
+  def head(self, options: Options, D: int):
+    """A block of an array like the head."""
+    if options.vocab_dim == 0:
+      return pl.BlockSpec((self.size, D), lambda i, j: (self._at(i, j), 0))
+    return pl.BlockSpec((D, self.size), lambda i, j: (0, self._at(i, j)))
+
+  def _at(self, core, step):
+    last = pl.cdiv(self.V, self.size) - 1
+    return jnp.minimum(core * self.steps + step, last)
+
+
 def _whole(shape):
-  return pl.BlockSpec(shape, lambda j: (0, 0))
+  return pl.BlockSpec(shape, lambda i, j: (0, 0))
 
 
-def _head_spec(options: Options, size: int, D: int):
-  if options.vocab_dim == 0:
-    return pl.BlockSpec((size, D), lambda j: (j, 0))
-  return pl.BlockSpec((D, size), lambda j: (0, j))
+def _a_core(shape):
+  """The part of an array [cores, *shape] that is a core's own."""
+  return pl.BlockSpec(
+    (None, *shape), lambda i, j: (i, 0, 0), pipeline_mode=pl.Buffered(1)
+  )
 
 
 def _dot(options: Options, x, y, x_dim: int, y_dim: int):

@@ -9,13 +9,13 @@ the head and its gradient in and out: it needs about 750 tokens a step on v5e,
 
 from typing import NamedTuple
 
-import jax
+from pallas_kernels.chips import this_chip
 
 LANES = 128
 
 
 class Blocks(NamedTuple):
-  """How the kernels cut their work; all multiples of 128.
+  """How the kernels cut their work; all sizes are multiples of 128.
 
   Attributes:
     tokens: at most so many, whose logits exist at one time.
@@ -23,6 +23,7 @@ class Blocks(NamedTuple):
     forward_vocab: tokens of the vocabulary a grid step, forward.
     backward_vocab: the same, backward.
     dims: features of an inner step of the backward kernel.
+    cores: that share a program and its HBM, each with a VMEM of its own.
   """
 
   tokens: int
@@ -30,45 +31,33 @@ class Blocks(NamedTuple):
   forward_vocab: int
   backward_vocab: int
   dims: int
+  cores: int = 1
 
 
-# (chip, D) -> blocks.
+# (chip, bits of a matmul operand) -> blocks.
 TABLE = {
-  ("v5e", 4096): Blocks(1024, 512, 512, 256, 1024),
-  ("v5p", 4096): Blocks(1024, 512, 512, 128, 1024),
-  ("v6e", 4096): Blocks(2048, 512, 512, 256, 1024),
+  ("v5e", 16): Blocks(1024, 512, 512, 256, 1024),
+  ("v5e", 32): Blocks(1024, 256, 256, 128, 256),
+  ("v5p", 16): Blocks(1024, 512, 512, 128, 1024, 2),
+  ("v5p", 32): Blocks(512, 256, 256, 128, 256, 2),
+  ("v6e", 16): Blocks(2048, 512, 512, 256, 1024),
+  ("v6e", 32): Blocks(1024, 256, 256, 128, 256),
 }
 # What the two kernels may fill of a core's fast memory, MiB.
 _VMEM = {"v4": 14, "v5e": 100, "v5p": 52, "v6e": 100}
-_KINDS = {
-  "TPU v4": "v4",
-  "TPU v5 lite": "v5e",
-  "TPU v5e": "v5e",
-  "TPU v5": "v5p",
-  "TPU v5p": "v5p",
-  "TPU v6 lite": "v6e",
-  "TPU v6e": "v6e",
-}
-
-
-def this_chip() -> str:
-  """That of the devices here; "v5e" where there is no TPU of the table."""
-  return _KINDS.get(jax.devices()[0].device_kind, "v5e")
 
 
 def find(D: int, num_bytes: tuple[int, int], chip: str | None = None) -> Blocks:
-  """The table's entry with the nearest D, cut until it fits.
+  """The table's nearest entry, cut until it fits fast memory.
 
   Args:
     D: features of x.
     num_bytes: of a matmul operand, and of a weight of the head.
-    chip: "v5e", ...; None: that of the devices here.
+    chip: "v5e", ...; None: that of the program being traced.
   """
   chip = chip or this_chip()
-  entries = {size: row for (name, size), row in TABLE.items() if name == chip}
-  if not entries:
-    entries = {size: row for (_, size), row in TABLE.items()}
-  blocks = entries[min(entries, key=lambda size: abs(size - D))]
+  near = lambda key: (key[0] != chip, abs(key[1] - 8 * num_bytes[0]))
+  blocks = TABLE[min(TABLE, key=near)]
   while vmem_bytes(blocks, D, num_bytes) > _VMEM[chip] << 20:
     smaller = _smaller(blocks)
     if smaller == blocks:
@@ -80,7 +69,7 @@ def find(D: int, num_bytes: tuple[int, int], chip: str | None = None) -> Blocks:
 def vmem_bytes(blocks: Blocks, D: int, num_bytes: tuple[int, int]) -> int:
   """What the larger of the two kernels keeps in fast memory."""
   operand, weight = num_bytes
-  C, F, V = blocks.tokens, blocks.forward_vocab, blocks.backward_vocab
+  C, _, F, V, *_ = blocks
   forward = C * D * operand + F * D * 2 * weight + C * F * 8
   # dx is summed in float32, the gradient of the head comes and goes in it.
   backward = C * D * (operand + 4) + V * D * (2 * weight + 16)

@@ -13,7 +13,7 @@ from pallas_kernels.linear_cross_entropy.op import (
 from pallas_kernels.linear_cross_entropy.tuning import Blocks
 
 # Small blocks, so that few tokens already make several of each kind.
-BLOCKS = Blocks(256, 128, 128, 128, 128)
+BLOCKS = Blocks(256, 128, 128, 128, 128, cores=2)
 # (B, T, D, V): two chunks and a vocabulary of no whole blocks; whole blocks
 # and two slices of features; a single token.
 SHAPES = {
