@@ -26,7 +26,7 @@ class Blocks(NamedTuple):
 # (chip, head_dim) -> blocks of the forward and of the backward kernel.
 TABLE = {
   ("v5e", 128): (Blocks(512, 512, 256), Blocks(512, 512, 256)),
-  ("v6e", 128): (Blocks(1024, 1024, 256), Blocks(1024, 1024, 256)),
+  ("v6e", 128): (Blocks(1024, 1024, 512), Blocks(1024, 1024, 256)),
 }
 
 
