@@ -109,6 +109,8 @@ class Attention(nnx.Module):
       index, keys = jnp.arange(q.shape[1]), fold(dropout_keys_B, 0)
       rows["dropout_words_2BNT"] = row_words(keys, index, config.num_heads)
 
+    operands = execution.precision.operands
+
     def attend(window: int | None):
       op = functools.partial(
         flash_attention,
@@ -117,7 +119,10 @@ class Attention(nnx.Module):
         scale=config.attention_scale,
         soft_cap=config.attention_softcap,
         dropout_rate=config.attention_dropout,
-        operands=execution.precision.operands,
+        operands=operands,
+        # The projection that follows takes operands; rounded here, half as
+        # much is written. On a CPU rounding is work, not bytes.
+        out_dtype=operands if execution.platform == "tpu" else "float32",
         platform=execution.platform,
         impl=execution.attention,
       )

@@ -325,6 +325,51 @@ def test_large_logits(name):
   check(case, got, want, "attention_large_logits")
 
 
+# Who sees whom among four tiles of 128 rows each: first keys that are seen.
+EMPTY_TILES = {
+  "causal": (dict(), [0, 0, 0, 0]),
+  "window": (dict(window=100), [0, 0, 1, 2]),
+  "segments": (dict(), [0, 0, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY_TILES)
+def test_tiles_that_the_mask_empties_are_skipped(name):
+  """A product with NaN is NaN, whatever its weight."""
+  settings, firsts = EMPTY_TILES[name]
+  case = Case(**TPU | dict(T=512, S=512, B=1), segments=False)
+  q, k, v, _, g, *_ = draw(case, 0)
+  ids = np.repeat([[1, 1, 2, 2]], 128, axis=1).astype(np.int32)
+  rows = dict(q_segment_ids=ids, k_segment_ids=ids)
+  rows = rows if name == "segments" else {}
+  blocks = dict(block_q=128, block_k=128, step=128, chunk_k=512)
+
+  @jax.jit
+  def run(q, k, v, g):
+    attend = lambda *x: flash_attention(*x, impl="tpu", **settings, **rows)
+    out, pull = jax.vjp(attend, q, k, v)
+    return out, *pull(g)
+
+  tile = lambda number: slice(128 * number, 128 * (number + 1))
+  with mock.patch.object(tuning, "find", lambda *_: blocks):
+    clean = run(q, k, v, g)
+    for query in range(4):
+      seen = range(firsts[query], query + 1)
+      for key in set(range(4)) - set(seen):
+        poisoned = v.copy()
+        poisoned[:, tile(key)] = np.nan
+        out = run(q, k, poisoned, g)[0][:, tile(query)]
+        np.testing.assert_array_equal(out, clean[0][:, tile(query)])
+      poisoned = g.copy()
+      poisoned[:, tile(query)] = np.nan
+      _, _, dk, dv = run(q, k, v, poisoned)
+      for key in set(range(4)) - set(seen):
+        np.testing.assert_array_equal(dk[:, tile(key)], clean[2][:, tile(key)])
+        np.testing.assert_array_equal(dv[:, tile(key)], clean[3][:, tile(key)])
+      for key in seen:
+        assert np.isnan(dv[:, tile(key)]).any()
+
+
 @pytest.mark.parametrize("impl", ["xla", "tpu"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_agrees_with_jax(window, impl):
