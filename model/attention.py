@@ -15,6 +15,7 @@ from model.linear import Linear
 from model.norms import Norm
 from pallas_kernels.flash_attention.dropout import row_words
 from pallas_kernels.flash_attention.op import flash_attention
+from pallas_kernels.rotary.op import rotary
 from sharding.rules import spec
 
 
@@ -99,7 +100,11 @@ class Attention(nnx.Module):
       q, k = self.q_norm(q), self.k_norm(k)
     if view.angles:
       cos, sin = _pick(view.angles, kind)
-      q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+      if _in_kernels(execution) and cache is None:
+        q = _rotary_on_mesh(execution, "heads", q, cos, sin)
+        k = _rotary_on_mesh(execution, "kv_heads", k, cos, sin)
+      else:
+        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     new = None
     if cache is not None:
       k, v, new = cache(k, v)
@@ -165,15 +170,44 @@ _ROWS = {
 }
 
 
-def _on_mesh(op, execution: Execution, q_BTNH, k_BSKH, v_BSKH, rows: dict):
-  """Runs `flash_attention`, where it is a kernel, on each device's heads.
+def _in_kernels(execution: Execution) -> bool:
+  """Whether attention is a Pallas kernel, which XLA cannot split by itself."""
+  on_tpu = execution.platform == "tpu"
+  return {"auto": on_tpu, "tpu": True}.get(execution.attention, False)
 
-  XLA splits a program over a mesh by itself, but for the kernels in it.
-  """
+
+def _rotary_on_mesh(
+  execution: Execution, heads: str, x_BTNH, cos_BT1P, sin_BT1P
+):
+  """`rope.rotate` as a kernel, on each device's heads."""
+  op = functools.partial(rotary, impl="tpu")
+  angles = cos_BT1P[:, :, 0], sin_BT1P[:, :, 0]
   mesh, rules = execution.mesh, execution.rules
-  kernels = {"auto": execution.platform == "tpu", "tpu": True}
-  if mesh is None or not kernels.get(execution.attention, False):
+  if mesh is None:
+    return op(x_BTNH, *angles)
+  vectors = spec(("batch", "seq", heads, None), rules)
+  rows = "batch" if len(cos_BT1P) == len(x_BTNH) else None
+  turns = spec((rows, "seq", None), rules)
+  return jax.shard_map(
+    op,
+    mesh=mesh,
+    in_specs=(vectors, turns, turns),
+    out_specs=vectors,
+    check_vma=False,
+  )(x_BTNH, *angles)
+
+
+def _on_mesh(op, execution: Execution, q_BTNH, k_BSKH, v_BSKH, rows: dict):
+  """Runs `flash_attention`, where it is a kernel, on each device's heads."""
+  mesh, rules = execution.mesh, execution.rules
+  if mesh is None or not _in_kernels(execution):
     return op(q_BTNH, k_BSKH, v_BSKH, **rows)
+  if rules.heads != rules.kv_heads and k_BSKH.shape[2] > 1:
+    raise ValueError(
+      f"rules.heads={rules.heads} and rules.kv_heads={rules.kv_heads} part"
+      " query heads from the key heads that they read; make them equal, or set"
+      " attention='xla'"
+    )
   queries = spec(("batch", "seq", "heads", None), rules)
   keys = spec(("batch", None, "kv_heads", None), rules)
   return jax.shard_map(

@@ -9,6 +9,8 @@ from model import rope
 from model.attention import View
 from model.config import Rope
 from model.execution import Execution
+from sharding.axes import MeshConfig, Rules
+from sharding.mesh import make_mesh
 from tests.model.tiny import CONFIG, make
 from tests.pallas_kernels.flash_attention import oracle
 from tests.tolerances import tolerance
@@ -125,3 +127,12 @@ def test_each_kind_has_its_window_and_its_angles(traced):
     want = transcribed(layer, config, x, seen, cos, sin)
     got = run(jnp.int32(kind) if traced else kind)
     np.testing.assert_allclose(got, want, **tolerance("attention"))
+
+
+def test_refuses_to_part_heads_from_their_keys():
+  rules = Rules(kv_heads=(), vocab=())
+  mesh = make_mesh(MeshConfig(tensor=2), devices=jax.devices()[:2])
+  execution = Execution(attention="tpu", mesh=mesh, rules=rules)
+  tokens = jnp.ones((1, 8), jnp.int32)
+  with pytest.raises(ValueError, match=r"rules.kv_heads=\(\) part query heads"):
+    make().unstacked()(tokens, execution=execution)
