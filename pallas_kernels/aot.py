@@ -42,9 +42,7 @@ def topology_devices(topology: str) -> list:
   from jax.experimental import topologies
 
   try:
-    found = topologies.get_topology_desc(
-      platform="tpu", topology_name=topology
-    )
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
   except Exception as error:  # what a plugin raises has no common type
     raise ValueError(
       f"cannot compile for {topology!r}; wanted a topology like 'v5e:2x2' and"
