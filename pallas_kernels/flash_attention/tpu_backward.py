@@ -26,6 +26,13 @@ from pallas_kernels.flash_attention.tpu_plan import (
   Side,
   to_columns,
 )
+from pallas_kernels.flash_attention.tpu_specs import (
+  VMEM_LIMIT,
+  Place,
+  cost,
+  first_block,
+  specs,
+)
 
 
 def backward(
@@ -64,31 +71,11 @@ def backward(
   num_chunks = S // chunk
   grid = (B, K, num_chunks, G, T // bq)
 
-  of_batch = lambda b, array: b if array.shape[0] > 1 else 0
-  q_spec = pl.BlockSpec(
-    (1, 1, bq, H), lambda b, k, c, g, i, *_: (b, k * G + g, i, 0)
-  )
-  k_spec = pl.BlockSpec(
-    (1, 1, chunk, H), lambda b, k, c, g, i, *_: (b, k, c, 0)
-  )
-  row_spec = pl.BlockSpec(
-    (1, 1, 1, bq), lambda b, k, c, g, i, *_: (b, k * G + g, 0, i)
-  )
+  def read(b, k, c, g, i, *_):
+    block = first_block(plan, i, c, T // bq)
+    return Place(b, k * G + g, k, block, c)
 
-  def q_side(array):
-    if array.ndim == 4:
-      return pl.BlockSpec(
-        (1, 1, 2, bq), lambda b, k, c, g, i, *_: (b, k * G + g, 0, i)
-      )
-    return pl.BlockSpec(
-      (1, 1, bq), lambda b, k, c, g, i, *_: (of_batch(b, array), 0, i)
-    )
-
-  def k_side(array):
-    return pl.BlockSpec(
-      (1, 1, chunk), lambda b, k, c, g, i, *_: (of_batch(b, array), 0, c)
-    )
-
+  at = specs(plan, H, read, queries, keys)
   # Chunks beyond the first add to what others have written: in float32.
   dq_dtype = dtype if num_chunks == 1 else jnp.float32
   run = pallas_call(
@@ -98,21 +85,21 @@ def backward(
       num_scalar_prefetch=1,
       grid=grid,
       in_specs=[
-        q_spec,
-        k_spec,
-        k_spec,
-        q_spec,
-        row_spec,
-        row_spec,
-        jax.tree.map(q_side, queries),
-        jax.tree.map(k_side, keys),
+        at.queries,
+        at.keys,
+        at.keys,
+        at.queries,
+        at.rows,
+        at.rows,
+        at.query_side,
+        at.key_side,
       ],
       out_specs=[
         pl.BlockSpec(
           (1, 1, 1, bq, H), lambda b, k, c, g, i, *_: (c, b, k * G + g, i, 0)
         ),
-        k_spec,
-        k_spec,
+        at.keys,
+        at.keys,
       ],
       scratch_shapes=[
         pltpu.VMEM((bq, H), jnp.float32),
@@ -133,7 +120,13 @@ def backward(
         "arbitrary",
         "arbitrary",
       ),
-      vmem_limit_bytes=100 * 2**20,
+      vmem_limit_bytes=VMEM_LIMIT,
+    ),
+    cost_estimate=cost(
+      plan,
+      q_BNTH,
+      5,
+      3 * q_BNTH.nbytes + 2 * k_BKSH.nbytes + 2 * v_BKSH.nbytes,
     ),
   )
   row = lambda x: x[:, :, None]

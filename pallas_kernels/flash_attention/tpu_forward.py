@@ -19,6 +19,13 @@ from pallas_kernels.flash_attention.tpu_plan import (
   Plan,
   to_columns,
 )
+from pallas_kernels.flash_attention.tpu_specs import (
+  VMEM_LIMIT,
+  Place,
+  cost,
+  last_chunk,
+  specs,
+)
 
 
 def forward(plan: Plan, q_BNTH, k_BKSH, v_BKSH, scalars, queries, keys):
@@ -39,25 +46,10 @@ def forward(plan: Plan, q_BNTH, k_BKSH, v_BKSH, scalars, queries, keys):
   bq, chunk = plan.block_q, plan.chunk_k
   grid = (B, N, T // bq, S // chunk)
 
-  of_batch = lambda b, array: b if array.shape[0] > 1 else 0
-  q_spec = pl.BlockSpec((1, 1, bq, H), lambda b, n, i, c, *_: (b, n, i, 0))
-  k_spec = pl.BlockSpec(
-    (1, 1, chunk, H), lambda b, n, i, c, *_: (b, n // G, c, 0)
-  )
+  def read(b, n, i, c, *_):
+    return Place(b, n, n // G, i, last_chunk(plan, i, c))
 
-  def q_side(array):
-    if array.ndim == 4:
-      return pl.BlockSpec((1, 1, 2, bq), lambda b, n, i, c, *_: (b, n, 0, i))
-    return pl.BlockSpec(
-      (1, 1, bq), lambda b, n, i, c, *_: (of_batch(b, array), 0, i)
-    )
-
-  def k_side(array):
-    return pl.BlockSpec(
-      (1, 1, chunk), lambda b, n, i, c, *_: (of_batch(b, array), 0, c)
-    )
-
-  lse_spec = pl.BlockSpec((1, 1, 1, bq), lambda b, n, i, c, *_: (b, n, 0, i))
+  at = specs(plan, H, read, queries, keys)
   columns = lambda dtype: pltpu.VMEM((bq, LANES), dtype)
   scratch = [
     columns(jnp.float32),
@@ -71,14 +63,8 @@ def forward(plan: Plan, q_BNTH, k_BKSH, v_BKSH, scalars, queries, keys):
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
       grid=grid,
-      in_specs=[
-        q_spec,
-        k_spec,
-        k_spec,
-        jax.tree.map(q_side, queries),
-        jax.tree.map(k_side, keys),
-      ],
-      out_specs=[q_spec, lse_spec],
+      in_specs=[at.queries, at.keys, at.keys, at.query_side, at.key_side],
+      out_specs=[at.queries, at.rows],
       scratch_shapes=scratch,
     ),
     out_shape=[
@@ -87,7 +73,10 @@ def forward(plan: Plan, q_BNTH, k_BKSH, v_BKSH, scalars, queries, keys):
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-      vmem_limit_bytes=100 * 2**20,
+      vmem_limit_bytes=VMEM_LIMIT,
+    ),
+    cost_estimate=cost(
+      plan, q_BNTH, 2, 2 * q_BNTH.nbytes + k_BKSH.nbytes + v_BKSH.nbytes
     ),
   )
   out, lse = run(scalars, q_BNTH, k_BKSH, v_BKSH, queries, keys)
