@@ -26,7 +26,7 @@ def make_case(
   layout = "DV" if shape["transposed"] else "VD"
   num_bytes = shape["bits"] // 8, 4
   chosen = tuning.find(D, num_bytes, chip)
-  chosen = chosen._replace(**(blocks or {}), tokens=C)
+  chosen = chosen._replace(**{**(blocks or {}), "tokens": C})
   if C % tuning.LANES:
     raise ValueError(f"tokens must be a multiple of 128, got {C}")
   options = Options(
@@ -85,7 +85,7 @@ def candidates(chip: str, shape: Mapping[str, int]) -> list[dict[str, int]]:
   if shape["bits"] == 32:
     rows, vocab, dims = (128, 256), (128, 256), (256, 512)
   else:
-    rows, vocab, dims = (256, 512), (256, 512), (512, 1024)
+    rows, vocab, dims = (256, 512), (256, 512), (1024, 2048)
   names = ("rows", "forward_vocab", "backward_vocab", "dims")
   return [
     dict(zip(names, (r, 2 * v, v, d)))
