@@ -56,9 +56,13 @@ STREAM = {
     "model/norms.py",
     "model/rope.py",
     "model/mlp.py",  # the activation function
-    "model/losses.py",  # its gradient enters the stream
+    "pallas_kernels/linear_cross_entropy/op.py",  # so does its gradient
     LINEAR,  # the bias, and the gradient of the weights
   )
+} | {
+  # The gradient of a chunk, and whether padding is finite.
+  ("pallas_kernels/linear_cross_entropy/xla.py", *DOWN),
+  ("pallas_kernels/linear_cross_entropy/padding.py", *UP),
 }
 CASTS = {"float32": set(), "bf16_operands": OPERANDS, "bf16": OPERANDS | STREAM}
 
