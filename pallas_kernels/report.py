@@ -1,7 +1,7 @@
 """A kernel's speed by the compiler's own word, with no TPU at hand.
 
   python -m pallas_kernels.report --op=flash_attention --topology=v5e:2x2
-    [--shape length=8192 head_dim=64] [--blocks ...] [--peer=splash] [--search]
+    [--shape=length=8192,head_dim=64] [--blocks=...] [--peer=splash] [--search]
 
 Compiles the op for the topology, reads the static schedule and prints a table,
 then a JSON object a row:
@@ -27,7 +27,6 @@ Where a chip has two cores, bundles are those of the slower one. A schedule does
 not know when copies make a kernel wait: nobody gets below the bound.
 """
 
-import argparse
 import contextlib
 import importlib
 import json
@@ -36,10 +35,23 @@ import pathlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+from absl import app, flags
 
 from pallas_kernels import report_read, schedule
 from pallas_kernels.report_chips import CHIPS, chip_of
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_string("op", None, "a folder of pallas_kernels/", required=True)
+flags.DEFINE_string("topology", "v5e:2x2", "chips to compile for")
+flags.DEFINE_list("shape", [], "NAME=SIZE of the op's shape")
+flags.DEFINE_list("blocks", [], "NAME=SIZE of blocks, in place of the table's")
+flags.DEFINE_string("peer", None, "a module of the op's folder, as `splash`")
+flags.DEFINE_boolean("only_peer", False, "leave the op itself out")
+flags.DEFINE_boolean("search", False, "try the block sizes that the op names")
+flags.DEFINE_integer("top", 3, "rows of a search")
 
 # What a kernel may use of VMEM (of 128 MiB) where it does not say so itself:
 # peers leave it to their users.
@@ -156,49 +168,46 @@ def best_entry(module, topology: str, shape: dict, found: dict) -> str:
   return entry(chip, shape, best)
 
 
-def settings(words: list[str]) -> dict[str, int]:
-  """{"length": 4096} of ["length=4096"]."""
-  return {
-    key: int(value) for key, _, value in (w.partition("=") for w in words)
-  }
+def settings(words: list[str], known: Iterable[str]) -> dict[str, int]:
+  """{"length": 4096} of ["length=4096"].
+
+  Raises:
+    ValueError: a name is not known, or has no whole number.
+  """
+  found = {}
+  for word in words:
+    name, _, size = word.partition("=")
+    if name not in known or not size.isdecimal():
+      raise ValueError(
+        f"wanted NAME=SIZE with a name of {sorted(known)}, got {word!r}"
+      )
+    found[name] = int(size)
+  return found
 
 
-def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--op", required=True, help="folder of pallas_kernels/")
-  parser.add_argument("--topology", default="v5e:2x2")
-  parser.add_argument("--shape", nargs="+", default=[], metavar="NAME=SIZE")
-  parser.add_argument("--blocks", nargs="+", default=[], metavar="NAME=SIZE")
-  parser.add_argument("--peer", help="module of the op's folder, as `splash`")
-  parser.add_argument("--only-peer", action="store_true")
-  parser.add_argument("--search", action="store_true")
-  parser.add_argument("--top", type=int, default=3, help="rows of a search")
-  options = parser.parse_args()
-
+def main(argv: list[str]) -> None:
+  if argv[1:]:
+    raise app.UsageError(f"unknown arguments {argv[1:]}")
   with dump_folder() as folder:
-    modules = {} if options.only_peer else {options.op: "report"}
-    if options.peer:
-      modules[options.peer] = options.peer
+    modules = {} if FLAGS.only_peer else {FLAGS.op: "report"}
+    if FLAGS.peer:
+      modules[FLAGS.peer] = FLAGS.peer
     rows, entries, around = [], [], {}
     for name, file in modules.items():
-      module = importlib.import_module(f"pallas_kernels.{options.op}.{file}")
-      shape = module.SHAPE | settings(options.shape)
-      if unknown := shape.keys() - module.SHAPE.keys():
-        parser.error(f"--shape of {options.op} has no {', '.join(unknown)}")
-      if options.search:
-        found = search(module, options.topology, shape, folder)
+      module = importlib.import_module(f"pallas_kernels.{FLAGS.op}.{file}")
+      shape = module.SHAPE | settings(FLAGS.shape, module.SHAPE)
+      if FLAGS.search:
+        found = search(module, FLAGS.topology, shape, folder)
         for part, best in found.items():
-          rows += [(f"{name} {part}", row) for row in best[: options.top]]
-        entries.append(best_entry(module, options.topology, shape, found))
+          rows += [(f"{name} {part}", row) for row in best[: FLAGS.top]]
+        entries.append(best_entry(module, FLAGS.topology, shape, found))
       else:
-        chip = chip_of(options.topology)
+        chip = chip_of(FLAGS.topology)
         case = module.make_case(chip, shape, None)
-        if options.blocks and name == options.op:
-          blocks = case.blocks | settings(options.blocks)
+        if FLAGS.blocks and name == FLAGS.op:
+          blocks = case.blocks | settings(FLAGS.blocks, case.blocks)
           case = module.make_case(chip, shape, blocks)
-        for row in figures(case, options.topology, folder):
+        for row in figures(case, FLAGS.topology, folder):
           rows.append((f"{name} {row.part}", row))
         around[name] = report_read.outside(case, folder)
   print(table(rows))
@@ -212,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  app.run(main)

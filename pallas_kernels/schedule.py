@@ -23,9 +23,10 @@ is said here was seen with libtpu 0.0.52 for v5e, v5p and v6e.
 import dataclasses
 import pathlib
 import re
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from absl import app
 
 DELAY = 4  # bundles after a branch that run whether it is taken or not
 MXU = "MATMUL"
@@ -291,14 +292,14 @@ def tree(schedule: Schedule) -> Iterator[str]:
   yield from show(schedule.regions(), 0)
 
 
-def main() -> None:
-  if len(sys.argv) not in (2, 3) or sys.argv[1] in ("-h", "--help"):
-    raise SystemExit(__doc__)
-  part = sys.argv[2] if len(sys.argv) == 3 else ""
-  for name in dict.fromkeys(names(sys.argv[1])):
+def main(argv: list[str]) -> None:
+  if len(argv) not in (2, 3):
+    raise app.UsageError("wanted FOLDER [part of the kernel's name]")
+  part = argv[2] if len(argv) == 3 else ""
+  for name in dict.fromkeys(names(argv[1])):
     if part in name:
-      print("\n".join(tree(read(sys.argv[1], name))), end="\n\n")
+      print("\n".join(tree(read(argv[1], name))), end="\n\n")
 
 
 if __name__ == "__main__":
-  main()
+  app.run(main)

@@ -19,6 +19,17 @@ _ROOMS = {path.parent.name for path in _ROOT.glob("*/__init__.py")}
 _FLAGS = {
   "align.dpo": {"config", "workdir"},
   "data.prepare": {"config", "workdir"},
+  "pallas_kernels.report": {
+    "blocks",
+    "only_peer",
+    "op",
+    "peer",
+    "search",
+    "shape",
+    "top",
+    "topology",
+  },
+  "pallas_kernels.schedule": set(),
   "train.report": set(),
   "serve.chat": {
     "max_new_tokens",

@@ -53,6 +53,7 @@ def make_execution(config: StepConfig, mesh: Mesh, rules: Rules) -> Execution:
   return Execution(
     precision=resolve(config.precision, platform),
     attention=config.attention,
+    loss=config.loss,
     remat=config.remat,
     remat_every=config.remat_every,
     unroll=config.unroll,

@@ -100,6 +100,7 @@ class StepConfig:
   Attributes:
     precision: a policy of `model.precision`; "auto" by platform.
     attention: implementation of attention; "auto" by platform.
+    loss: implementation of the head's cross-entropy; "auto" by platform.
     remat: what the backward pass computes again, see `model.execution`.
     remat_every: layers between two kept inputs, for remat="block".
     unroll: layers per iteration of the compiled loop.
@@ -109,6 +110,7 @@ class StepConfig:
 
   precision: str = "auto"
   attention: str = "auto"
+  loss: str = "auto"
   remat: Literal["none", "dots", "block", "nested"] = "none"
   remat_every: int = 1
   unroll: int = 1

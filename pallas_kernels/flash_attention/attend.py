@@ -62,9 +62,7 @@ def _attend_bwd(impl, options, offset, saved, cotangents):
   q, k, v, known, out, lse, dtypes = saved
   g, delta = laid_cotangents(impl, options, out, *cotangents)
   dtype = jnp.result_type(*dtypes).name
-  grads = impl.gradients(
-    options, offset, q, k, v, g, lse, delta, *known, dtype
-  )
+  grads = impl.gradients(options, offset, q, k, v, g, lse, delta, *known, dtype)
   cast = lambda x, like: impl.unlaid(x).astype(like.dtype)
   return *map(cast, grads, dtypes), None, None, None
 

@@ -1,7 +1,7 @@
 """Block sizes of the TPU kernels.
 
 Found with `python -m pallas_kernels.report --op=linear_cross_entropy` (on v6e
-with --shape tokens=2048) by its --search and by hand: bundles of whole kernels,
+with --shape=tokens=2048) by its --search and by hand: bundles of whole kernels,
 D 4096, V 128256, the head in float32. Larger blocks read vector registers back
 more often and are faster all the same: on v5e, 256 rows in place of 512 spill a
 quarter as much in the forward kernel and take 7 % more bundles.

@@ -209,18 +209,11 @@ def test_the_table_has_a_line_a_row_under_its_heads():
   json.dumps(sample_figures().as_json())
 
 
-def test_help_needs_no_jax():
-  code = (
-    "import sys; sys.argv = ['report', '--help']\n"
-    "from pallas_kernels import report\n"
-    "try: report.main()\n"
-    "except SystemExit: pass\n"
-    "assert 'jax' not in sys.modules"
-  )
-  shown = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, check=True
-  )
-  assert "--topology" in shown.stdout
+def test_settings():
+  assert report.settings(["a=4", "b=8"], {"a", "b"}) == {"a": 4, "b": 8}
+  for word in ("c=4", "a", "a=x"):
+    with pytest.raises(ValueError, match=r"NAME=SIZE with a name of \['a'\]"):
+      report.settings([word], ["a"])
 
 
 def test_blocks_of_both_directions_reach_the_kernels():
@@ -251,7 +244,7 @@ def test_the_peer_is_compiled_and_read():
   shown = subprocess.run(
     [
       *(sys.executable, "-m", "pallas_kernels.report", "--op=flash_attention"),
-      *("--peer=splash", "--only-peer", "--shape", "length=2048"),
+      *("--peer=splash", "--only_peer", "--shape=length=2048"),
     ],
     capture_output=True,
     text=True,

@@ -15,8 +15,8 @@ def test_fewer_bundles_and_bytes_than_megablox(direction):
   printed = subprocess.run(
     [
       *(sys.executable, "-m", "pallas_kernels.report", "--op=grouped_matmul"),
-      *("--topology=v5e:2x2", "--peer=megablox", "--shape", "hidden=4096"),
-      f"direction={direction}",
+      *("--topology=v5e:2x2", "--peer=megablox"),
+      f"--shape=hidden=4096,direction={direction}",
     ],
     check=True,
     capture_output=True,
