@@ -10,6 +10,8 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # libtpu compiles for a TPU without one; it must not ask a cloud for its name.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# Tests start processes that compile as well; a lock guards chips alone.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import hypothesis
 import jax
