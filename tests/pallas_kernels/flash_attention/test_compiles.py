@@ -90,5 +90,7 @@ def test_compiles_what_may_be_asked(feature, chip):
 def test_compiles_at_any_length(chip, T, H):
   program = compiled(chip, T=T, H=H, segments=True)
   check(program)
-  # Output, logsumexp, cotangents and gradients: nothing of T x T.
-  assert program.memory_analysis().temp_size_in_bytes < 40 * T * H * 2
+  # Output, cotangents, partial gradients: so many [T, H], padded to whole
+  # lanes, and nothing of T x T.
+  row = max(H, 128) * 2
+  assert program.memory_analysis().temp_size_in_bytes < 40 * T * row
