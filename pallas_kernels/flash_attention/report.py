@@ -59,7 +59,9 @@ def make_case(
       return jax.grad(loss, argnums=(0, 1, 2))(*args)
 
   array = lambda heads: jax.ShapeDtypeStruct((B, heads, T, H), jnp.bfloat16)
-  ids, known = (), {FORWARD: [], BACKWARD: []}
+  # The backward kernel is told which chunk of keys it has.
+  chunk = np.zeros(1, np.int32)
+  ids, known = (), {FORWARD: [], BACKWARD: [chunk]}
   if shape["segments"]:
     ids = (jax.ShapeDtypeStruct((B, T), jnp.int32),)
     real = Rows(None, jnp.asarray(report_shape.segment_ids(shape)))
@@ -68,7 +70,7 @@ def make_case(
         tiles.ranges(real, plan[block], B, True)
         for block in ("block_q", "block_k")
       ]
-      known[kernel] = list(map(np.asarray, jax.tree.leaves(ranges)))
+      known[kernel] += list(map(np.asarray, jax.tree.leaves(ranges)))
   scores = report_shape.unmasked_scores(shape)
   shown = {name: plans[0][name] for name in SIZES}
   for shown_name, name in zip(BACKWARD_SIZES, SIZES):

@@ -69,21 +69,25 @@ def backward(
   G = N // K
   bq, chunk = plan.block_q, plan.chunk_k
   num_chunks = S // chunk
-  grid = (B, K, num_chunks, G, T // bq)
 
-  def read(b, k, c, g, i, *_):
-    block = first_block(plan, i, c, T // bq)
-    return Place(b, k * G + g, k, block, c)
+  def read(b, k, g, i, scalars):
+    chunk = scalars[0][0]
+    block = first_block(plan, i, chunk, T // bq)
+    return Place(b, k * G + g, k, block, chunk)
 
   at = specs(plan, H, read, queries, keys)
-  # Chunks beyond the first add to what others have written: in float32.
+  # Of one chunk of keys; others are added to it.
   dq_dtype = dtype if num_chunks == 1 else jnp.float32
+  of_queries = pl.BlockSpec(
+    (1, 1, bq, H), lambda b, k, g, i, _: (b, k * G + g, i, 0)
+  )
+  of_keys = pl.BlockSpec((1, 1, chunk, H), lambda b, k, g, i, _: (b, k, 0, 0))
   run = pallas_call(
     functools.partial(_kernel, plan),
     name="flash_attention_bwd",
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
-      grid=grid,
+      grid=(B, K, G, T // bq),
       in_specs=[
         at.queries,
         at.keys,
@@ -94,13 +98,7 @@ def backward(
         at.query_side,
         at.key_side,
       ],
-      out_specs=[
-        pl.BlockSpec(
-          (1, 1, 1, bq, H), lambda b, k, c, g, i, *_: (c, b, k * G + g, i, 0)
-        ),
-        at.keys,
-        at.keys,
-      ],
+      out_specs=[of_queries, of_keys, of_keys],
       scratch_shapes=[
         pltpu.VMEM((bq, H), jnp.float32),
         pltpu.VMEM((chunk, H), jnp.float32),
@@ -108,13 +106,12 @@ def backward(
       ],
     ),
     out_shape=[
-      jax.ShapeDtypeStruct((num_chunks, *q_BNTH.shape), dq_dtype),
-      jax.ShapeDtypeStruct(k_BKSH.shape, dtype),
-      jax.ShapeDtypeStruct(v_BKSH.shape, dtype),
+      jax.ShapeDtypeStruct(q_BNTH.shape, dq_dtype),
+      jax.ShapeDtypeStruct((B, K, chunk, H), dtype),
+      jax.ShapeDtypeStruct((B, K, chunk, H), dtype),
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=(
-        "parallel",
         "parallel",
         "parallel",
         "arbitrary",
@@ -130,12 +127,21 @@ def backward(
     ),
   )
   row = lambda x: x[:, :, None]
-  lse = row(lse_BNT * LOG2_E)
-  dq, dk, dv = run(
-    scalars, q_BNTH, k_BKSH, v_BKSH, g_BNTH, lse, row(delta_BNT), queries, keys
-  )
-  dq = dq[0] if num_chunks == 1 else jnp.sum(dq, axis=0).astype(dtype)
-  return dq, dk, dv
+  arrays = q_BNTH, k_BKSH, v_BKSH, g_BNTH, row(lse_BNT * LOG2_E)
+  arrays = *arrays, row(delta_BNT), queries, keys
+  of_chunk = lambda number: run((number[None], scalars), *arrays)
+  if num_chunks == 1:
+    return of_chunk(jnp.int32(0))
+
+  def step(dq, number):
+    more, dk, dv = of_chunk(number)
+    return dq + more, (dk, dv)
+
+  dq = jnp.zeros(q_BNTH.shape, jnp.float32)
+  numbers = jnp.arange(num_chunks, dtype=jnp.int32)
+  dq, dkv = jax.lax.scan(step, dq, numbers)
+  whole = lambda x: jnp.moveaxis(x, 0, 2).reshape(k_BKSH.shape)
+  return dq.astype(dtype), *map(whole, dkv)
 
 
 def _kernel(
@@ -157,7 +163,8 @@ def _kernel(
   dv_sum,
 ):
   """One block of queries of one head against one chunk of keys."""
-  batch, chunk, head, block = map(pl.program_id, (0, 2, 3, 4))
+  chunk, ranges = scalars[0][0], scalars[1]
+  batch, head, block = map(pl.program_id, (0, 2, 3))
   operands, scale = plan.options.operands, plan.options.scale
   dot = tpu_plan.product(operands)
 
@@ -196,11 +203,11 @@ def _kernel(
     dk_sum[here] += dot(slope, q, NN)
     dq_sum[rows] += dot(slope, k, TN)
 
-  tpu_plan.walk(plan, scalars, batch, block, chunk, visit)
-  dq_ref[0, 0, 0] = (dq_sum[...] * scale).astype(dq_ref.dtype)
+  tpu_plan.walk(plan, ranges, batch, block, chunk, visit)
+  dq_ref[0, 0] = (dq_sum[...] * scale).astype(dq_ref.dtype)
 
-  last_head = head == pl.num_programs(3) - 1
-  last_block = block == pl.num_programs(4) - 1
+  last_head = head == pl.num_programs(2) - 1
+  last_block = block == pl.num_programs(3) - 1
 
   @pl.when(jnp.logical_and(last_head, last_block))
   def finish():

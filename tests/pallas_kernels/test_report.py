@@ -225,7 +225,7 @@ def test_blocks_of_both_directions_reach_the_kernels():
   program = str(jax.make_jaxpr(case.function)(*case.args))
   # The last dimension of the backward grid, the third of the forward one.
   assert "grid=(1, 1, 4, 1)" in program
-  assert "grid=(1, 1, 1, 1, 2)" in program
+  assert "grid=(1, 1, 1, 2)" in program
 
 
 def test_the_best_blocks_become_a_line_of_the_table():
