@@ -67,7 +67,6 @@ class Side(NamedTuple):
   Arrays outside of the kernel, references in it.
 
   Attributes:
-    ranges: of each block, in scalar memory.
     index: int32 [1 or B, 1, T]; None where positions just count up.
     segment_ids: int32 [B, 1, T], or None.
     words: uint32 [B, N, 2, T] of dropout, for queries; or None.
