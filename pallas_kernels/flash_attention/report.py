@@ -42,7 +42,7 @@ def make_case(
   use_table = lambda: mock.patch.dict(tuning.TABLE, dict(table), clear=True)
   with use_table():
     plans = [
-      tuning.find(direction, T, T, H, chip)
+      tuning.find(direction, T, T, H, 2, chip)
       for direction in ("forward", "backward")
     ]
 

@@ -85,7 +85,7 @@ def _plan(direction: str, options, offset, q_BNTH, k_BKSH, queries):
     offset=offset,
     num_keys=S,
     segmented=queries.segment_ids is not None,
-    **tuning.find(direction, T, S, H),
+    **tuning.find(direction, T, S, H, q_BNTH.dtype.itemsize),
   )
   return plan, T, S
 

@@ -16,9 +16,8 @@ from typing import NamedTuple
 from pallas_kernels.chips import this_chip
 
 LANES = 128
-# Keys of a chunk times features, forward and backward: bf16 keys and values
-# twice, and backward two float32 sums and two outputs twice. 32 and 20 MiB.
-_CHUNK = {"forward": 32768 * 128, "backward": 8192 * 128}
+# What a chunk of keys may fill of fast memory, which is 64 MiB on v5p.
+_CHUNK_BYTES = 32 * 2**20
 
 
 class Blocks(NamedTuple):
@@ -41,7 +40,12 @@ TABLE = {
 
 
 def find(
-  direction: str, T: int, S: int, H: int, chip: str | None = None
+  direction: str,
+  T: int,
+  S: int,
+  H: int,
+  operand_bytes: int,
+  chip: str | None = None,
 ) -> dict[str, int]:
   """The nearest entry of the table, for a length.
 
@@ -50,6 +54,7 @@ def find(
     T: number of queries.
     S: number of keys.
     H: features of a head.
+    operand_bytes: of a number of queries, keys and values.
     chip: "v5e", ...; None: that of the program being traced.
 
   Returns:
@@ -64,7 +69,10 @@ def find(
   block_q, block_k = cut(T, blocks.block_q), cut(S, blocks.block_k)
   step = blocks.step if block_q % blocks.step == 0 else block_q
   tiles = -(-S // block_k)
-  most = max(1, _CHUNK[direction] // max(H, LANES) // block_k)
+  # Keys and values twice; backward also two sums in float32, and twice the
+  # two gradients, in float32 at most.
+  number = 4 * operand_bytes + (24 if direction == "backward" else 0)
+  most = max(1, _CHUNK_BYTES // (number * max(H, LANES) * block_k))
   num_chunks = -(-tiles // most)
   chunk_k = -(-tiles // num_chunks) * block_k
   return dict(block_q=block_q, block_k=block_k, step=step, chunk_k=chunk_k)

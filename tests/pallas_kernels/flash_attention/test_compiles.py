@@ -19,6 +19,7 @@ FEATURES = {
   ),
   "bidirectional window": dict(H=80, causal=False, window=(5, 200)),
   "float32": dict(H=96, causal=False, dtype="float32", words=1),
+  "float32, long": dict(T=32768, H=128, dtype="float32"),
   "decode": dict(T=1, S=1000, H=128, q_offset=700),
   "one token": dict(T=1, S=1, H=128),
   "chunked prefill, ragged": dict(T=300, S=700, H=256, q_offset=400, window=99),

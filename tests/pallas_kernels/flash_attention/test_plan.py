@@ -50,10 +50,11 @@ def plan(left, right, *, offset=0, num_keys=64, block=8, chunk=16) -> Plan:
   T=st.integers(1, 70_000),
   S=st.integers(1, 70_000),
   H=st.sampled_from([16, 64, 80, 128, 256]),
+  operand_bytes=st.sampled_from([2, 4]),
   chip=st.sampled_from(["v4", "v5e", "v5p", "v6e"]),
 )
-def test_blocks_of_any_shape(direction, T, S, H, chip):
-  got = tuning.find(direction, T, S, H, chip)
+def test_blocks_of_any_shape(direction, T, S, H, operand_bytes, chip):
+  got = tuning.find(direction, T, S, H, operand_bytes, chip)
   for block in (got["block_q"], got["block_k"], got["step"]):
     assert block % 128 == 0
   assert got["block_q"] % got["step"] == 0
@@ -63,7 +64,7 @@ def test_blocks_of_any_shape(direction, T, S, H, chip):
   assert got["block_k"] < S + 128
   chunks = -(-S // got["chunk_k"])
   assert chunks * got["chunk_k"] < S + chunks * got["block_k"]
-  most = 8192 if direction == "backward" else 32768
+  most = 8192 if direction == "backward" else 65536 // operand_bytes
   assert got["chunk_k"] * max(H, 128) <= max(most * 128, got["block_k"] * 256)
 
 
