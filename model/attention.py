@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from model import rope, weights
+from model import weights
 from model.config import ModelConfig
 from model.dropout import fold
 from model.execution import Execution
@@ -100,11 +100,10 @@ class Attention(nnx.Module):
       q, k = self.q_norm(q), self.k_norm(k)
     if view.angles:
       cos, sin = _pick(view.angles, kind)
-      if _in_kernels(execution) and cache is None:
-        q = _rotary_on_mesh(execution, "heads", q, cos, sin)
-        k = _rotary_on_mesh(execution, "kv_heads", k, cos, sin)
-      else:
-        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+      # With a cache what XLA makes of it is small.
+      in_kernel = _in_kernels(execution) and cache is None
+      rotate = functools.partial(_rotate, execution, in_kernel, cos, sin)
+      q, k = rotate("heads", q), rotate("kv_heads", k)
     new = None
     if cache is not None:
       k, v, new = cache(k, v)
@@ -176,25 +175,24 @@ def _in_kernels(execution: Execution) -> bool:
   return {"auto": on_tpu, "tpu": True}.get(execution.attention, False)
 
 
-def _rotary_on_mesh(
-  execution: Execution, heads: str, x_BTNH, cos_BT1P, sin_BT1P
+def _rotate(
+  execution: Execution, in_kernel: bool, cos_BTP, sin_BTP, heads: str, x_BTNH
 ):
-  """`rope.rotate` as a kernel, on each device's heads."""
-  op = functools.partial(rotary, impl="tpu")
-  angles = cos_BT1P[:, :, 0], sin_BT1P[:, :, 0]
+  """Rotates queries or keys, whose heads have that logical name."""
   mesh, rules = execution.mesh, execution.rules
-  if mesh is None:
-    return op(x_BTNH, *angles)
+  op = functools.partial(rotary, impl="tpu" if in_kernel else "xla")
+  if mesh is None or not in_kernel:
+    return op(x_BTNH, cos_BTP, sin_BTP)
   vectors = spec(("batch", "seq", heads, None), rules)
-  rows = "batch" if len(cos_BT1P) == len(x_BTNH) else None
-  turns = spec((rows, "seq", None), rules)
+  rows = "batch" if len(cos_BTP) == len(x_BTNH) else None
+  angles = spec((rows, "seq", None), rules)
   return jax.shard_map(
     op,
     mesh=mesh,
-    in_specs=(vectors, turns, turns),
+    in_specs=(vectors, angles, angles),
     out_specs=vectors,
     check_vma=False,
-  )(x_BTNH, *angles)
+  )(x_BTNH, cos_BTP, sin_BTP)
 
 
 def _on_mesh(op, execution: Execution, q_BTNH, k_BSKH, v_BSKH, rows: dict):

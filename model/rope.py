@@ -1,6 +1,7 @@
 """Rotary position embedding (arXiv:2104.09864) and its scaled forms.
 
-Dims are paired as (i, i + H / 2), the layout of Hugging Face checkpoints.
+Dims are paired as (i, i + H / 2), the layout of Hugging Face checkpoints; the
+rotation itself is `pallas_kernels/rotary`.
 """
 
 import math
@@ -67,15 +68,7 @@ def _yarn(plain: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
 def angles(
   rope: Rope, head_dim: int, positions_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Cosines and sines, float32 [B, T, 1, H / 2], for `rotate`."""
+  """Cosines and sines, float32 [B, T, H / 2], for `rotary`."""
   freq, factor = frequencies(rope, head_dim)
   angle = positions_BT.astype(jnp.float32)[..., None] * freq[None, None]
-  angle = angle[:, :, None, :]
   return jnp.cos(angle) * factor, jnp.sin(angle) * factor
-
-
-def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  """Rotates each pair of dims of queries or keys; dtype of `x`."""
-  first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-  rotated = first * cos - second * sin, second * cos + first * sin
-  return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)

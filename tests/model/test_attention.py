@@ -45,7 +45,8 @@ def transcribed(layer, config, x, seen, cos, sin):
   def rotate(x):
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    c, s = cos[:, :, None], sin[:, :, None]  # the same for all heads
+    return np.concatenate([a * c - b * s, b * c + a * s], -1)
 
   q, k, v = (project(p, np.float64(x)) for p in (layer.q, layer.k, layer.v))
   if config.qk_norm:

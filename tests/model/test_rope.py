@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from model.config import Rope
-from model.rope import angles, frequencies, rotate
+from model.rope import angles, frequencies
+from pallas_kernels.rotary.op import rotary
 from tests.tolerances import tolerance
 
 H = 16
@@ -29,7 +30,7 @@ def random(*shape, seed=0):
 
 def turned(x, positions, rope):
   return np.asarray(
-    rotate(jnp.asarray(x), *angles(rope, x.shape[-1], jnp.asarray(positions)))
+    rotary(jnp.asarray(x), *angles(rope, x.shape[-1], jnp.asarray(positions)))
   )
 
 
@@ -62,7 +63,7 @@ def test_scores_depend_on_distance_alone(rope):
 def test_keeps_the_dtype_and_computes_in_float32():
   x = random(1, 4, 2, H)
   positions = np.array([[0, 11, 222, 3333]], np.int32)
-  low = rotate(
+  low = rotary(
     jnp.asarray(x, jnp.bfloat16), *angles(PLAIN, H, jnp.asarray(positions))
   )
   assert low.dtype == jnp.bfloat16

@@ -54,7 +54,7 @@ STREAM = {
   for file in (
     "model/transformer.py",  # the embedding enters the stream
     "model/norms.py",
-    "model/rope.py",
+    "pallas_kernels/rotary/op.py",
     "model/mlp.py",  # the activation function
     "pallas_kernels/linear_cross_entropy/op.py",  # so does its gradient
     LINEAR,  # the bias, and the gradient of the weights
