@@ -1,4 +1,4 @@
-"""Which TPU a program is being traced for."""
+"""Which TPU a program is being traced for, and what its kernels may fill."""
 
 import jax
 
@@ -11,6 +11,8 @@ _KINDS = {
   "TPU v6 lite": "v6e",
   "TPU v6e": "v6e",
 }
+# What a kernel may fill of a core's fast memory, MiB: less than there is.
+VMEM = {"v4": 14, "v5e": 100, "v5p": 52, "v6e": 100}
 
 
 def this_chip() -> str:

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.call import pallas_call
+from pallas_kernels.chips import VMEM, this_chip
 from pallas_kernels.flash_attention import tpu_plan
 from pallas_kernels.flash_attention.tpu_plan import (
   LOG2_E,
@@ -27,7 +28,6 @@ from pallas_kernels.flash_attention.tpu_plan import (
   to_columns,
 )
 from pallas_kernels.flash_attention.tpu_specs import (
-  VMEM_LIMIT,
   Place,
   cost,
   first_block,
@@ -117,7 +117,8 @@ def backward(
         "arbitrary",
         "arbitrary",
       ),
-      vmem_limit_bytes=VMEM_LIMIT,
+      # The default is 16 MiB; a chunk of keys lies there whole.
+      vmem_limit_bytes=VMEM[this_chip()] << 20,
     ),
     cost_estimate=cost(
       plan,

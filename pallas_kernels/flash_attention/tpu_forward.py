@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.call import pallas_call
+from pallas_kernels.chips import VMEM, this_chip
 from pallas_kernels.flash_attention import tpu_plan
 from pallas_kernels.flash_attention.options import LEAST
 from pallas_kernels.flash_attention.tpu_plan import (
@@ -20,7 +21,6 @@ from pallas_kernels.flash_attention.tpu_plan import (
   to_columns,
 )
 from pallas_kernels.flash_attention.tpu_specs import (
-  VMEM_LIMIT,
   Place,
   cost,
   last_chunk,
@@ -73,7 +73,8 @@ def forward(plan: Plan, q_BNTH, k_BKSH, v_BKSH, scalars, queries, keys):
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-      vmem_limit_bytes=VMEM_LIMIT,
+      # The default is 16 MiB; a chunk of keys lies there whole.
+      vmem_limit_bytes=VMEM[this_chip()] << 20,
     ),
     cost_estimate=cost(
       plan, q_BNTH, 2, 2 * q_BNTH.nbytes + k_BKSH.nbytes + v_BKSH.nbytes

@@ -10,9 +10,6 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.flash_attention.tpu_plan import Plan, Side
 
-# More than the default of 16 MiB: a chunk of keys lies in fast memory whole.
-VMEM_LIMIT = 100 * 2**20
-
 
 class Place(NamedTuple):
   """What a grid step works on: numbers of rows, heads and blocks."""

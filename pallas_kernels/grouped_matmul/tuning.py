@@ -11,11 +11,9 @@ matmul of a tile, no better but begin and end more often.
 
 from typing import NamedTuple
 
-from pallas_kernels.chips import this_chip
+from pallas_kernels.chips import VMEM, this_chip
 
 LANES = 128
-# What a kernel may fill of a core's fast memory, MiB.
-_VMEM = {"v4": 14, "v5e": 100, "v5p": 52, "v6e": 100}
 
 
 class Tiles(NamedTuple):
@@ -99,7 +97,7 @@ def for_outer(operand_bytes: int, chip: str | None = None) -> Tiles:
 
 def vmem_limit(chip: str | None = None) -> int:
   """Bytes of fast memory that the compiler may give a kernel."""
-  return (_VMEM[chip or this_chip()] + 2) << 20
+  return (VMEM[chip or this_chip()] + 2) << 20
 
 
 def _largest(table, operand_bytes: int, chip: str | None, num_bytes) -> Tiles:
@@ -107,7 +105,7 @@ def _largest(table, operand_bytes: int, chip: str | None, num_bytes) -> Tiles:
   chip = chip or this_chip()
   near = lambda key: (key[0] != chip, abs(key[1] - 8 * operand_bytes))
   tiles = table[min(table, key=near)]
-  while num_bytes(tiles) > _VMEM[chip] << 20:
+  while num_bytes(tiles) > VMEM[chip] << 20:
     rows, chunk, cols, depth = tiles
     if max(rows, cols) == LANES:
       break  # The compiler will say what it has.

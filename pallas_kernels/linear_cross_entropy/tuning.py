@@ -13,7 +13,7 @@ in and out: to be bound by its matmuls it needs about 750 tokens a step on v5e,
 
 from typing import NamedTuple
 
-from pallas_kernels.chips import this_chip
+from pallas_kernels.chips import VMEM, this_chip
 
 LANES = 128
 
@@ -47,8 +47,6 @@ TABLE = {
   ("v6e", 16): Blocks(2048, 512, 1024, 256, 2048),
   ("v6e", 32): Blocks(1024, 256, 256, 128, 256),
 }
-# What the two kernels may fill of a core's fast memory, MiB.
-_VMEM = {"v4": 14, "v5e": 100, "v5p": 52, "v6e": 100}
 
 
 def find(D: int, num_bytes: tuple[int, int], chip: str | None = None) -> Blocks:
@@ -62,7 +60,7 @@ def find(D: int, num_bytes: tuple[int, int], chip: str | None = None) -> Blocks:
   chip = chip or this_chip()
   near = lambda key: (key[0] != chip, abs(key[1] - 8 * num_bytes[0]))
   blocks = TABLE[min(TABLE, key=near)]
-  while vmem_bytes(blocks, D, num_bytes) > _VMEM[chip] << 20:
+  while vmem_bytes(blocks, D, num_bytes) > VMEM[chip] << 20:
     smaller = _smaller(blocks)
     if smaller == blocks:
       break  # The compiler will say what it has.
