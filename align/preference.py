@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 
-from model.losses import batch_log_probs
-from train.step import LossFn
+from model.losses import batch_log_probs, weighted_log_probs
+from train.objective import Objective
 
 
 def sequence_log_probs(model, batch, execution) -> jax.Array:
@@ -61,7 +61,7 @@ def dpo(
   )
 
 
-def dpo_loss(*, beta: float, label_smoothing: float = 0.0) -> LossFn:
+def dpo_loss(*, beta: float, label_smoothing: float = 0.0) -> Objective:
   """Returns `dpo` as a loss of the training step; its weight counts pairs.
 
   Pairs of padding rows weigh nothing. Aux sums are the implicit rewards,
@@ -75,11 +75,13 @@ def dpo_loss(*, beta: float, label_smoothing: float = 0.0) -> LossFn:
     label_smoothing: share of labels taken to be wrong, in [0, 0.5).
   """
 
-  def loss_fn(model, batch, key, execution):
-    del key  # No dropout: policy and reference must be the same function.
-    ratio = (
-      sequence_log_probs(model, batch, execution) - batch["reference_log_probs"]
-    )
+  def weights(batch):
+    is_pair = jnp.any(batch["loss_weights"] > 0, axis=-1)[0::2]
+    return is_pair.astype(jnp.float32)
+
+  def loss(model, hidden_BTD, batch, execution):
+    log_probs_BT = weighted_log_probs(model, hidden_BTD, batch, execution)
+    ratio = jnp.sum(log_probs_BT, axis=-1) - batch["reference_log_probs"]
     chosen, rejected = ratio[0::2], ratio[1::2]
     losses = dpo(chosen, rejected, beta=beta, label_smoothing=label_smoothing)
     per_pair = {
@@ -89,12 +91,12 @@ def dpo_loss(*, beta: float, label_smoothing: float = 0.0) -> LossFn:
       "preference_accuracy": wins(chosen - rejected),
       "kl": -(chosen + rejected) / 2,
     }
-    is_pair = jnp.any(batch["loss_weights"] > 0, axis=-1)[0::2]
-    weight = is_pair.astype(jnp.float32)
+    weight = weights(batch)
     aux = {name: jnp.sum(weight * x) for name, x in per_pair.items()}
-    return jnp.sum(weight * losses), jnp.sum(weight), aux
+    return jnp.sum(weight * losses), aux
 
-  return loss_fn
+  # No dropout: policy and reference must be the same function.
+  return Objective(lambda batch: jnp.sum(weights(batch)), loss, dropout=False)
 
 
 def make_evaluate(

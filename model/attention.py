@@ -16,6 +16,7 @@ from model.norms import Norm
 from pallas_kernels.flash_attention.dropout import row_words
 from pallas_kernels.flash_attention.op import flash_attention
 from pallas_kernels.rotary.op import rotary
+from sharding.regions import by_device
 from sharding.rules import spec
 
 
@@ -25,17 +26,24 @@ class View(NamedTuple):
   Attributes:
     angles: a (cos, sin) pair for each kind of layer, or () without rotary
       embedding; see `rope.angles`.
+    positions: int32 [B, T] of the queries in their segments.
     segment_ids: int32 [B, T] of the queries; None: all of one segment.
-    positions: int32 [B, T] of the queries, with a cache only.
     slots: int32 [B, T], where a cache takes their keys and values.
     cached: int32 [B, S], the position in each slot of a cache, -1 empty.
   """
 
   angles: tuple
+  positions: jax.Array
   segment_ids: jax.Array | None
-  positions: jax.Array | None = None
   slots: jax.Array | None = None
   cached: jax.Array | None = None
+
+  @property
+  def numbers(self) -> jax.Array:
+    """A number for each token that no other of its row has, int32 [B, T]."""
+    if self.segment_ids is None:
+      return self.positions
+    return self.segment_ids * self.positions.shape[1] + self.positions
 
 
 class Attention(nnx.Module):
@@ -110,8 +118,11 @@ class Attention(nnx.Module):
 
     rows = _rows(view)
     if dropout_keys_B is not None and config.attention_dropout:
-      index, keys = jnp.arange(q.shape[1]), fold(dropout_keys_B, 0)
-      rows["dropout_words_2BNT"] = row_words(keys, index, config.num_heads)
+      # Masks follow from positions: they are the same in any order of tokens.
+      rows |= dict(q_positions=view.positions, k_positions=view.positions)
+      rows["dropout_words_2BNT"] = row_words(
+        fold(dropout_keys_B, 0), view.numbers, config.num_heads
+      )
 
     operands = execution.precision.operands
 
@@ -186,13 +197,10 @@ def _rotate(
   vectors = spec(("batch", "seq", heads, None), rules)
   rows = "batch" if len(cos_BTP) == len(x_BTNH) else None
   angles = spec((rows, "seq", None), rules)
-  return jax.shard_map(
-    op,
-    mesh=mesh,
-    in_specs=(vectors, angles, angles),
-    out_specs=vectors,
-    check_vma=False,
-  )(x_BTNH, cos_BTP, sin_BTP)
+  rotate = by_device(
+    op, mesh, in_specs=(vectors, angles, angles), out_specs=vectors
+  )
+  return rotate(x_BTNH, cos_BTP, sin_BTP)
 
 
 def _on_mesh(op, execution: Execution, q_BTNH, k_BSKH, v_BSKH, rows: dict):

@@ -45,6 +45,11 @@ class Block(nnx.Module):
     placement = self.config.norm_placement
     x = x_BTD
 
+    def leave(y, branch):
+      """A branch, placed and thinned as the residual stream wants it."""
+      y = execution.shard(y, ("batch", "residual_seq", None))
+      return dropout(y, rate, fold(dropout_keys_B, branch), view.numbers)
+
     def attend(x):
       x = execution.shard(x, ("batch", "seq", None))
       y, new = self.attention(
@@ -55,12 +60,12 @@ class Block(nnx.Module):
         dropout_keys_B=dropout_keys_B,
         execution=execution,
       )
-      return _residual(execution, y, rate, fold(dropout_keys_B, 1)), new
+      return leave(y, 1), new
 
     def feed(x):
       x = execution.shard(x, ("batch", "seq", None))
       y = self.mlp(x, execution)
-      return _residual(execution, y, rate, fold(dropout_keys_B, 2))
+      return leave(y, 2)
 
     with jax.named_scope("block"):
       if placement == "post":
@@ -77,9 +82,3 @@ class Block(nnx.Module):
       y, new = attend(self.attention_norm(x))
       x = x + y
       return x + feed(self.mlp_norm(x)), new
-
-
-def _residual(execution: Execution, y, rate: float, keys_B):
-  """A branch, placed and thinned as the residual stream wants it."""
-  y = execution.shard(y, ("batch", "residual_seq", None))
-  return dropout(y, rate, keys_B)

@@ -18,6 +18,7 @@ from pallas_kernels.linear_cross_entropy.op import (
   linear_cross_entropy,
   linear_log_probs,
 )
+from sharding.regions import by_device
 from sharding.rules import mesh_axes, sharding
 
 
@@ -91,6 +92,20 @@ def batch_log_probs(model: Transformer, batch, execution: Execution):
     segment_ids=batch["segment_ids"],
     execution=execution,
   )
+  return weighted_log_probs(model, hidden_BTD, batch, execution)
+
+
+def weighted_log_probs(
+  model: Transformer, hidden_BTD: jax.Array, batch, execution: Execution
+) -> jax.Array:
+  """The same of hidden states that are already there.
+
+  Args:
+    model: the weights.
+    hidden_BTD: output of the model.
+    batch: "targets", "loss_weights".
+    execution: how to run.
+  """
   weights_BT = batch["loss_weights"]
   log_probs_BT = token_log_probs(
     model, hidden_BTD, batch["targets"], weights_BT != 0, execution=execution
@@ -154,16 +169,14 @@ def _apply(
     return jax.tree.map(add, out) if summed else out
 
   per_token = spec(rest[0], ("batch", "seq"))
-  mapped = jax.shard_map(
+  mapped = by_device(
     local,
-    mesh=mesh,
+    mesh,
     in_specs=(
       spec(x, ("batch", "seq", None)),
       spec(head, head_names),
       *[per_token] * len(rest),
     ),
     out_specs=PartitionSpec() if summed else per_token,
-    # Kernels do not say over which axes their results vary.
-    check_vma=False,
   )
   return mapped(x, head, *rest)

@@ -20,6 +20,9 @@ from model.norms import Norm
 from model.precision import einsum
 from model.stack import scan_layers
 
+# Sums that layers report, by name: float32.
+Stats = dict[str, jax.Array]
+
 
 class Embed(nnx.Module):
   """The table of token embeddings, [V, D]."""
@@ -102,34 +105,87 @@ class Transformer(nnx.Module):
     Raises:
       ValueError: a cache for a model that is not causal.
     """
-    config = self.config
+    view = self.view(tokens_BT, positions, segment_ids)
+    if cache is None:
+      return self._forward(tokens_BT, view, dropout_keys, execution)[0]
+    if not self.config.causal:
+      raise ValueError(
+        "a cache hides its empty slots by causality: wanted"
+        " model.causal=True, or no cache"
+      )
+    slots = cache.slots(view.positions, segment_ids)
+    cached = write_positions(cache.positions, slots, view.positions)
+    view = view._replace(slots=slots, cached=cached)
+    x = self.embedded(tokens_BT, view, dropout_keys, execution)
+    x, (k, v), _ = self.run_layers(
+      self.layers,
+      x,
+      view,
+      kv=(cache.k, cache.v),
+      dropout_keys=dropout_keys,
+      execution=execution,
+    )
+    cache = dataclasses.replace(cache, k=k, v=v, positions=cached)
+    return self.normed(x), cache
+
+  def forward(
+    self,
+    tokens_BT: jax.Array,
+    *,
+    positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    dropout_keys: jax.Array | None = None,
+    execution: Execution = Execution(),
+  ) -> tuple[jax.Array, Stats]:
+    """The same without a cache, and what the layers counted.
+
+    Returns:
+      Hidden states [B, T, D], and sums over rows or tokens that any split of
+      the batch adds up to; {} for a model that counts nothing.
+    """
+    view = self.view(tokens_BT, positions, segment_ids)
+    return self._forward(tokens_BT, view, dropout_keys, execution)
+
+  def _forward(self, tokens_BT, view: View, dropout_keys, execution):
+    """All parts in order."""
+    x = self.embedded(tokens_BT, view, dropout_keys, execution)
+    x, _, stats = self.run_layers(
+      self.layers, x, view, dropout_keys=dropout_keys, execution=execution
+    )
+    return self.normed(x), stats
+
+  def view(
+    self,
+    tokens_BT: jax.Array,
+    positions: jax.Array | None,
+    segment_ids: jax.Array | None,
+  ) -> View:
+    """What every layer reads beside the residual stream."""
     if positions is None:
       positions = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
       positions = jnp.broadcast_to(positions, tokens_BT.shape)
-    view = View(angles=self._angles(positions), segment_ids=segment_ids)
-    if cache is not None:
-      if not config.causal:
-        raise ValueError(
-          "a cache hides its empty slots by causality: wanted"
-          " model.causal=True, or no cache"
-        )
-      slots = cache.slots(positions, segment_ids)
-      cached = write_positions(cache.positions, slots, positions)
-      view = view._replace(positions=positions, slots=slots, cached=cached)
+    return View(self._angles(positions), positions, segment_ids)
 
+  def embedded(
+    self,
+    tokens_BT: jax.Array,
+    view: View,
+    dropout_keys: jax.Array | None,
+    execution: Execution,
+  ) -> jax.Array:
+    """The residual stream before the first layer, [B, T, D]."""
+    config = self.config
     x = self.embed(tokens_BT, execution) * config.embed_scale
     x = x.astype(execution.precision.activations)
     x = execution.shard(x, ("batch", "residual_seq", None))
-    x = dropout(x, config.embed_dropout, fold(dropout_keys, config.num_layers))
-    if cache is None:
-      x, _ = self._run(x, None, view, dropout_keys, execution)
-    else:
-      kv = cache.k, cache.v
-      x, (k, v) = self._run(x, kv, view, dropout_keys, execution)
-      cache = dataclasses.replace(cache, k=k, v=v, positions=view.cached)
-    if config.norm_placement != "post":
-      x = self.final_norm(x)
-    return x if cache is None else (x, cache)
+    keys = fold(dropout_keys, config.num_layers)
+    return dropout(x, config.embed_dropout, keys, view.numbers)
+
+  def normed(self, x_BTD: jax.Array) -> jax.Array:
+    """The residual stream after the last layer, as the head reads it."""
+    if self.config.norm_placement == "post":
+      return x_BTD
+    return self.final_norm(x_BTD)
 
   def logits(
     self, hidden_BTD: jax.Array, execution: Execution = Execution()
@@ -167,31 +223,59 @@ class Transformer(nnx.Module):
       rope.angles(ropes[kind], config.head_dim, positions_BT) for kind in kinds
     )
 
-  def _run(self, x, kv, view: View, dropout_keys, execution: Execution):
-    """All layers; `kv` is None or the cache's (k, v)."""
+  def run_layers(
+    self,
+    layers,
+    x_BTD: jax.Array,
+    view: View,
+    *,
+    numbers: jax.Array | None = None,
+    kv=None,
+    dropout_keys: jax.Array | None,
+    execution: Execution,
+  ):
+    """Runs some layers of the stack, one after another.
+
+    Args:
+      layers: `self.layers`, or some of them: a tree of arrays [l, ...].
+      x_BTD: the residual stream.
+      view: of `view`.
+      numbers: int32 [l], which layers of the model they are; None: all.
+      kv: the cache's keys and values, or None.
+      dropout_keys: a PRNG key a row, or None.
+      execution: how to run.
+
+    Returns:
+      The residual stream, the new `kv`, and what the layers counted.
+    """
     config = self.config
     kinds = tuple(dict.fromkeys(config.layer_kinds))
     kind_of = np.array([kinds.index(kind) for kind in config.layer_kinds])
-    if isinstance(self.layers, nnx.List):
-      return self._run_list(x, kv, view, kind_of, dropout_keys, execution)
+    if isinstance(layers, nnx.List):
+      x, kv = self._run_list(x_BTD, kv, view, kind_of, dropout_keys, execution)
+      return x, kv, {}
+    if numbers is None:
+      numbers = jnp.arange(config.num_layers)
 
     def step(carry, scanned):
       x, kv = carry
-      layer, kind, index = scanned
+      layer, kind, number = scanned
       if len(kinds) == 1:
         kind = 0
       x, kv = layer(
         x,
         view,
         kind=kind,
-        cache=None if kv is None else _stacked(kv, index, view.slots),
-        dropout_keys_B=fold(dropout_keys, index),
+        cache=None if kv is None else _stacked(kv, number, view.slots),
+        dropout_keys_B=fold(dropout_keys, number),
         execution=execution,
       )
       return (x, kv), None
 
-    layers = self.layers, jnp.asarray(kind_of), jnp.arange(config.num_layers)
-    return scan_layers(step, (x, kv), layers, config.num_layers, execution)
+    scanned = layers, jnp.asarray(kind_of)[numbers], numbers
+    carry = x_BTD, kv
+    x, kv = scan_layers(step, carry, scanned, len(numbers), execution)
+    return x, kv, {}
 
   def _run_list(self, x, kv, view, kind_of, dropout_keys, execution):
     """The same for layers that stand apart, each with a cache of its own."""

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.axes import MESH_AXES, Rules
+from sharding.regions import current_mesh, manual_axes
 
 Tree = TypeVar("Tree")
 
@@ -111,12 +112,29 @@ def constrain(
 ) -> jax.Array:
   """Pins the placement of an activation inside a jitted function.
 
+  Inside a region that is manual over some axes, the others are pinned.
+
   Raises:
     ValueError: see `sharding`.
   """
-  return jax.lax.with_sharding_constraint(
-    x, sharding("activation", x.shape, names, mesh, rules)
-  )
+  manual = manual_axes()
+  if manual:
+    rules = without_axes(rules, manual)
+  placed = sharding("activation", x.shape, names, mesh, rules)
+  if manual:
+    placed = NamedSharding(current_mesh(mesh), placed.spec)
+  return jax.lax.with_sharding_constraint(x, placed)
+
+
+def without_axes(rules: Rules, axes: Sequence[str]) -> Rules:
+  """Returns rules by which these mesh axes split nothing."""
+  kept = {
+    field.name: tuple(
+      axis for axis in getattr(rules, field.name) if axis not in axes
+    )
+    for field in dataclasses.fields(rules)
+  }
+  return Rules(**kept)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -1,28 +1,87 @@
-"""What pretraining and SFT minimise: the next token, where it has a weight."""
+"""What a loop minimises, in parts that any split of a batch adds up to."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
 
 from model.dropout import row_keys
+from model.execution import Execution
 from model.losses import cross_entropy
-from train.step import LossFn
+from model.transformer import Transformer
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
 
 
-def lm_loss(*, z_loss: float = 0.0) -> LossFn:
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """A loss of the hidden states of one forward pass, as a sum and its weight.
+
+  The division of the one by the other is in `train/step.py`. A pipeline calls
+  the parts: its last stage has hidden states, and no other.
+
+  Attributes:
+    weight: batch -> the sum of weights, a float32 scalar of the batch alone.
+    loss: (model, hidden [B, T, D], batch, execution) -> (the weighted sum of
+      losses, more sums to report over the same weight), float32 scalars.
+    dropout: False where two models must be compared as they are.
+  """
+
+  weight: Callable[[Batch], jax.Array]
+  loss: Callable[
+    [Transformer, jax.Array, Batch, Execution], tuple[jax.Array, Metrics]
+  ]
+  dropout: bool = True
+
+  def dropout_keys(
+    self, batch: Batch, key: jax.Array | None
+  ) -> jax.Array | None:
+    """A key a row of the global batch, which `batch["row_ids"]` numbers."""
+    if key is None or not self.dropout:
+      return None
+    return row_keys(key, batch["row_ids"])
+
+  def __call__(
+    self,
+    model: Transformer,
+    batch: Batch,
+    key: jax.Array | None,
+    execution: Execution,
+  ) -> tuple[jax.Array, jax.Array, Metrics]:
+    """Returns the loss sum, the weight sum and the sums to report.
+
+    Args:
+      model: the weights.
+      batch: `tokens`, `positions`, `segment_ids`, `row_ids` and what the loss
+        reads.
+      key: of dropout; None: evaluation.
+      execution: how to run.
+    """
+    hidden_BTD, _ = model.forward(
+      batch["tokens"],
+      positions=batch["positions"],
+      segment_ids=batch["segment_ids"],
+      dropout_keys=self.dropout_keys(batch, key),
+      execution=execution,
+    )
+    loss, aux = self.loss(model, hidden_BTD, batch, execution)
+    return loss, self.weight(batch), aux
+
+
+def lm_loss(*, z_loss: float = 0.0) -> Objective:
   """Returns the cross-entropy of `targets` under `loss_weights`.
 
-  Its aux sums are "nll" and "z_loss", the parts of the loss.
+  What pretraining and SFT minimise. Its aux sums are "nll" and "z_loss", the
+  parts of the loss.
 
   Args:
     z_loss: factor of logsumexp ** 2 (PaLM, arXiv:2204.02311, section 5).
   """
 
-  def loss_fn(model, batch, key, execution):
-    hidden_BTD = model(
-      batch["tokens"],
-      positions=batch["positions"],
-      segment_ids=batch["segment_ids"],
-      dropout_keys=None if key is None else row_keys(key, batch["row_ids"]),
-      execution=execution,
-    )
-    return cross_entropy(
+  def loss(model, hidden_BTD, batch, execution):
+    total, _, aux = cross_entropy(
       model,
       hidden_BTD,
       batch["targets"],
@@ -30,5 +89,6 @@ def lm_loss(*, z_loss: float = 0.0) -> LossFn:
       z_loss=z_loss,
       execution=execution,
     )
+    return total, aux
 
-  return loss_fn
+  return Objective(lambda batch: jnp.sum(batch["loss_weights"]), loss)

@@ -1,6 +1,6 @@
 """One training step: gradients of micro-batches, one division, one update.
 
-A loss returns sums (see `LossFn`). They are added up over micro-batches and
+A loss returns sums (see `Objective`). They are added up over micro-batches and
 devices, and divided by the global weight here and nowhere else, so a step does
 not depend on how the batch was split or packed.
 """
@@ -18,20 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from model.execution import Execution
 from sharding.arrays import batch_sharding, check_batch_size
 from sharding.rules import replicated
+from train.objective import Batch, Metrics, Objective
 from train.optimizers import Optimizer, global_norm
 from train.state import TrainState, step_key
-
-Batch = dict[str, jax.Array]
-Metrics = dict[str, jax.Array]
-
-# (model, batch, dropout key or None, execution) -> (loss sum, weight sum, aux)
-# with float32 scalars; aux is a dict of more sums, reported over the same
-# weight. `batch["row_ids"]` numbers the rows in the global batch, for masks
-# that no split of the batch may change.
-LossFn = Callable[
-  [nnx.Module, Batch, jax.Array | None, Execution],
-  tuple[jax.Array, jax.Array, Metrics],
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +48,7 @@ class TrainStep:
 
 
 def make_train_step(
-  loss_fn: LossFn,
+  objective: Objective,
   optimizer: Optimizer,
   execution: Execution,
   shardings: TrainState,
@@ -84,7 +73,7 @@ def make_train_step(
   for a whole gradient.
 
   Args:
-    loss_fn: what to minimise.
+    objective: what to minimise.
     optimizer: how.
     execution: how the model runs; its mesh and rules place everything.
     shardings: of the state, from `train.state.shardings_of`.
@@ -110,7 +99,7 @@ def make_train_step(
     )
     batch = batch | {"row_ids": jnp.arange(num_rows, dtype=jnp.int32)}
     sums = _gradient_sums(
-      loss_fn,
+      objective,
       state.model,
       batch,
       step_key(state),
@@ -150,7 +139,7 @@ def make_train_step(
 
 
 def make_eval_step(
-  loss_fn: LossFn, execution: Execution, model_shardings: nnx.Module
+  objective: Objective, execution: Execution, model_shardings: nnx.Module
 ) -> Callable[[nnx.Module, Batch], tuple[jax.Array, jax.Array, Metrics]]:
   """Returns the jitted `eval_step(model, batch)`, without dropout.
 
@@ -158,7 +147,7 @@ def make_eval_step(
   once.
 
   Args:
-    loss_fn: the training loss.
+    objective: the training loss.
     execution: how the model runs.
     model_shardings: `shardings.model` of the training step.
   """
@@ -168,7 +157,7 @@ def make_eval_step(
     num_rows = len(batch["tokens"])
     check_batch_size(num_rows, mesh, rules)
     batch = batch | {"row_ids": jnp.arange(num_rows, dtype=jnp.int32)}
-    return loss_fn(model, batch, None, execution)
+    return objective(model, batch, None, execution)
 
   return jax.jit(
     eval_step,
@@ -189,7 +178,7 @@ class _Sums:
 
 
 def _gradient_sums(
-  loss_fn: LossFn,
+  objective: Objective,
   model: nnx.Module,
   batch: Batch,
   key: jax.Array,
@@ -202,7 +191,7 @@ def _gradient_sums(
 
   def micro(batch: Batch, execution: Execution) -> _Sums:
     def loss(model):
-      total, weight, aux = loss_fn(model, batch, key, execution)
+      total, weight, aux = objective(model, batch, key, execution)
       return total, (weight, aux)
 
     (total, (weight, aux)), grads = jax.value_and_grad(loss, has_aux=True)(

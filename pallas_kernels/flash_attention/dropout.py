@@ -20,7 +20,7 @@ def row_words(keys_B: jax.Array, index: jax.Array, num_heads: int):
 
   Args:
     keys_B: a PRNG key a batch row.
-    index: int32 [T], the number of each query in its row.
+    index: int32 [T] or [B, T], the number of each query in its row.
     num_heads: N.
   """
 
@@ -28,7 +28,8 @@ def row_words(keys_B: jax.Array, index: jax.Array, num_heads: int):
     return jax.random.bits(jax.random.fold_in(key, index), (2, num_heads))
 
   over_queries = jax.vmap(of_query, in_axes=(None, 0), out_axes=-1)
-  return jax.vmap(over_queries, in_axes=(0, None), out_axes=1)(keys_B, index)
+  rows = None if index.ndim == 1 else 0
+  return jax.vmap(over_queries, in_axes=(0, rows), out_axes=1)(keys_B, index)
 
 
 def kept(

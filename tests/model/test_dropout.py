@@ -56,6 +56,17 @@ def test_a_row_has_its_mask_wherever_it_is_computed():
   np.testing.assert_array_equal(whole[:2], split[1])
 
 
+def test_a_token_has_its_mask_wherever_it_stands():
+  x, order = jnp.ones((2, 5, 40)), np.array([[3, 1, 0, 4, 2], [0, 4, 2, 1, 3]])
+  numbers = np.array([[7, 8, 9, 30, 31], [0, 1, 2, 3, 4]], np.int32)
+  mask = dropout(x, 0.5, keys(5, 9), numbers)
+  moved = dropout(x, 0.5, keys(5, 9), np.take_along_axis(numbers, order, 1))
+  want = np.take_along_axis(np.asarray(mask), order[..., None], 1)
+  np.testing.assert_array_equal(moved, want)
+  # No two tokens, and no two rows, share a mask.
+  assert len({bytes(np.asarray(row)) for row in mask.reshape(10, 40)}) == 10
+
+
 @pytest.fixture(scope="module")
 def runs():
   """Outputs of one model with one kind of dropout at a time."""
@@ -118,13 +129,15 @@ def test_no_two_uses_share_a_key(monkeypatch):
   def record(keys_B):
     seen.extend(map(tuple, np.asarray(jax.random.key_data(keys_B)).tolist()))
 
-  def thin(x, rate, keys_B):
+  def thin(x, rate, keys_B, numbers_BT):
     record(keys_B)
+    np.testing.assert_array_equal(numbers_BT, [[0, 1, 2]] * 2)
     return x
 
   def words(keys_B, index, num_heads):
     record(keys_B)
-    return jnp.zeros((2, len(keys_B), num_heads, len(index)), jnp.uint32)
+    B, T = index.shape
+    return jnp.zeros((2, B, num_heads, T), jnp.uint32)
 
   monkeypatch.setattr(attention, "row_words", words)
   monkeypatch.setattr(block, "dropout", thin)

@@ -1,0 +1,46 @@
+"""Code written for one device, inside programs that XLA partitions.
+
+A mesh has Auto axes: XLA splits what it is given. Kernels and rings are
+written by hand, in regions that are manual over mesh axes; a pipeline stage is
+such a region over one axis, in which others may stand.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+
+def current_mesh(mesh: Mesh) -> Mesh | AbstractMesh:
+  """Returns the mesh to name here: inside a region JAX wants its own view."""
+  inside = jax.sharding.get_abstract_mesh()
+  return inside if inside.manual_axes else mesh
+
+
+def manual_axes() -> tuple[str, ...]:
+  """Returns the mesh axes over which this code is already one device's."""
+  return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def by_device(
+  function: Callable, mesh: Mesh, *, in_specs: Any, out_specs: Any
+) -> Callable:
+  """Returns `function` as a region, manual over all axes that are still Auto.
+
+  Args:
+    function: of one device's parts.
+    mesh: the whole mesh.
+    in_specs: of the arguments, as in `jax.shard_map`.
+    out_specs: of the results.
+  """
+  rest = set(mesh.axis_names) - set(manual_axes())
+  return jax.shard_map(
+    function,
+    mesh=current_mesh(mesh),
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names=rest,
+    # Kernels do not say over which axes their results vary.
+    check_vma=False,
+  )
