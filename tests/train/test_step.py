@@ -12,10 +12,10 @@ from flax import nnx
 from model.execution import Execution
 from sharding.arrays import to_global
 from sharding.axes import MeshConfig, Rules
+from sharding.hlo import collectives
 from sharding.mesh import make_mesh
 from tests.tolerances import tolerance
 from tests.train import tiny
-from tests.train.collectives import collectives
 from train.config import OptimizerConfig
 from train.objective import lm_loss
 from train.state import state_from_model
