@@ -13,11 +13,8 @@ from model.dropout import fold
 from model.execution import Execution
 from model.linear import Linear
 from model.norms import Norm
+from model.placed_attention import attended, in_kernels, rotated
 from pallas_kernels.flash_attention.dropout import row_words
-from pallas_kernels.flash_attention.op import flash_attention
-from pallas_kernels.rotary.op import rotary
-from sharding.regions import by_device
-from sharding.rules import spec
 
 
 class View(NamedTuple):
@@ -109,39 +106,37 @@ class Attention(nnx.Module):
     if view.angles:
       cos, sin = _pick(view.angles, kind)
       # With a cache what XLA makes of it is small.
-      in_kernel = _in_kernels(execution) and cache is None
-      rotate = functools.partial(_rotate, execution, in_kernel, cos, sin)
+      in_kernel = in_kernels(execution) and cache is None
+      rotate = functools.partial(rotated, execution, in_kernel, cos, sin)
       q, k = rotate("heads", q), rotate("kv_heads", k)
     new = None
     if cache is not None:
       k, v, new = cache(k, v)
 
-    rows = _rows(view)
+    rows = _rows(view, split=execution.context_axis is not None)
     if dropout_keys_B is not None and config.attention_dropout:
       # Masks follow from positions: they are the same in any order of tokens.
       rows |= dict(q_positions=view.positions, k_positions=view.positions)
       rows["dropout_words_2BNT"] = row_words(
         fold(dropout_keys_B, 0), view.numbers, config.num_heads
       )
-
     operands = execution.precision.operands
+    settings = dict(
+      causal=config.causal,
+      scale=config.attention_scale,
+      soft_cap=config.attention_softcap,
+      dropout_rate=config.attention_dropout,
+      operands=operands,
+      # The projection that follows takes operands; rounded here, half as much
+      # is written. On a CPU rounding is work, not bytes.
+      out_dtype=operands if execution.platform == "tpu" else "float32",
+      platform=execution.platform,
+      impl=execution.attention,
+    )
 
     def attend(window: int | None):
-      op = functools.partial(
-        flash_attention,
-        causal=config.causal,
-        window=window,
-        scale=config.attention_scale,
-        soft_cap=config.attention_softcap,
-        dropout_rate=config.attention_dropout,
-        operands=operands,
-        # The projection that follows takes operands; rounded here, half as
-        # much is written. On a CPU rounding is work, not bytes.
-        out_dtype=operands if execution.platform == "tpu" else "float32",
-        platform=execution.platform,
-        impl=execution.attention,
-      )
-      return lambda q, k, v: _on_mesh(op, execution, q, k, v, rows)
+      asked = settings | dict(window=window)
+      return lambda q, k, v: attended(execution, asked, q, k, v, rows)
 
     windows = dict(local=config.window) | {"global": None}
     kinds = tuple(dict.fromkeys(config.layer_kinds))
@@ -170,73 +165,21 @@ def _pick(choices: tuple, index: int | jax.Array):
   return jax.tree.map(lambda *x: jnp.stack(x)[index], *choices)
 
 
-# Dims of what says who may see whom.
-_ROWS = {
-  "q_positions": ("batch", "seq"),
-  "k_positions": ("batch", None),
-  "q_segment_ids": ("batch", "seq"),
-  "k_segment_ids": ("batch", None),
-  "dropout_words_2BNT": (None, "batch", "heads", "seq"),
-}
+def _rows(view: View, *, split: bool) -> dict[str, jax.Array]:
+  """The arguments of `flash_attention` that say who may see whom.
 
-
-def _in_kernels(execution: Execution) -> bool:
-  """Whether attention is a Pallas kernel, which XLA cannot split by itself."""
-  on_tpu = execution.platform == "tpu"
-  return {"auto": on_tpu, "tpu": True}.get(execution.attention, False)
-
-
-def _rotate(
-  execution: Execution, in_kernel: bool, cos_BTP, sin_BTP, heads: str, x_BTNH
-):
-  """Rotates queries or keys, whose heads have that logical name."""
-  mesh, rules = execution.mesh, execution.rules
-  op = functools.partial(rotary, impl="tpu" if in_kernel else "xla")
-  if mesh is None or not in_kernel:
-    return op(x_BTNH, cos_BTP, sin_BTP)
-  vectors = spec(("batch", "seq", heads, None), rules)
-  rows = "batch" if len(cos_BTP) == len(x_BTNH) else None
-  angles = spec((rows, "seq", None), rules)
-  rotate = by_device(
-    op, mesh, in_specs=(vectors, angles, angles), out_specs=vectors
-  )
-  return rotate(x_BTNH, cos_BTP, sin_BTP)
-
-
-def _on_mesh(op, execution: Execution, q_BTNH, k_BSKH, v_BSKH, rows: dict):
-  """Runs `flash_attention`, where it is a kernel, on each device's heads."""
-  mesh, rules = execution.mesh, execution.rules
-  if mesh is None or not _in_kernels(execution):
-    return op(q_BTNH, k_BSKH, v_BSKH, **rows)
-  if rules.heads != rules.kv_heads and k_BSKH.shape[2] > 1:
-    raise ValueError(
-      f"rules.heads={rules.heads} and rules.kv_heads={rules.kv_heads} part"
-      " query heads from the key heads that they read; make them equal, or set"
-      " attention='xla'"
-    )
-  queries = spec(("batch", "seq", "heads", None), rules)
-  keys = spec(("batch", None, "kv_heads", None), rules)
-  return jax.shard_map(
-    lambda q, k, v, rows: op(q, k, v, **rows),
-    mesh=mesh,
-    in_specs=(
-      queries,
-      keys,
-      keys,
-      {name: spec(_ROWS[name], rules) for name in rows},
-    ),
-    out_specs=queries,
-    check_vma=False,
-  )(q_BTNH, k_BSKH, v_BSKH, rows)
-
-
-def _rows(view: View) -> dict[str, jax.Array]:
-  """The arguments of `flash_attention` that say who may see whom."""
+  Args:
+    view: positions and segments.
+    split: whether devices share the sequence: then places mean nothing, and
+      positions must be said.
+  """
+  positions = view.positions
   if view.cached is not None:
     # An empty slot stands after every query. It holds no NaN, so that the
     # cache need not be copied to blank it.
     keys = jnp.where(view.cached < 0, jnp.iinfo(jnp.int32).max, view.cached)
-    return dict(q_positions=view.positions, k_positions=keys)
-  if view.segment_ids is None:
-    return {}
-  return dict(q_segment_ids=view.segment_ids, k_segment_ids=view.segment_ids)
+    return dict(q_positions=positions, k_positions=keys)
+  rows = dict(q_positions=positions, k_positions=positions) if split else {}
+  if view.segment_ids is not None:
+    rows |= dict(q_segment_ids=view.segment_ids, k_segment_ids=view.segment_ids)
+  return rows

@@ -11,6 +11,7 @@ from model.precision import POLICIES, Precision
 from sharding.axes import Rules
 from sharding.rules import constrain
 
+Context = Literal["ring", "all_gather", "ulysses"]
 Remat = Literal["none", "dots", "block", "nested"]
 
 
@@ -22,6 +23,8 @@ class Execution:
     precision: dtypes; see `model/precision.py`.
     attention: implementation of `flash_attention`.
     loss: implementation of `linear_cross_entropy`.
+    context: how queries meet keys where devices share a sequence: "ring",
+      "all_gather" (`pallas_kernels/ring_attention`) or "ulysses".
     remat: what the backward pass recomputes. "none": nothing; "dots": all
       but matmul results; "block": all but the inputs of every
       `remat_every`-th block; "nested": a scan of scans, both recomputed,
@@ -36,6 +39,7 @@ class Execution:
   precision: Precision = POLICIES["float32"]
   attention: str = "auto"
   loss: str = "auto"
+  context: Context = "ring"
   remat: Remat = "none"
   remat_every: int = 1
   unroll: int = 1
@@ -56,6 +60,22 @@ class Execution:
     if self.mesh is None:
       return 1
     return math.prod(self.mesh.shape[axis] for axis in self.rules.batch)
+
+  @property
+  def context_axis(self) -> str | None:
+    """The mesh axis whose devices share a sequence; None: each has it whole.
+
+    Raises:
+      ValueError: the rules split the sequence over several axes.
+    """
+    if self.mesh is None:
+      return None
+    axes = [axis for axis in self.rules.seq if self.mesh.shape[axis] > 1]
+    if len(axes) > 1:
+      raise ValueError(
+        f"wanted one mesh axis in rules.seq, got {self.rules.seq}"
+      )
+    return axes[0] if axes else None
 
   def shard(self, x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
     """Constrains the dims of `x`, called by logical names, to the mesh.

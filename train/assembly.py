@@ -54,6 +54,7 @@ def make_execution(config: StepConfig, mesh: Mesh, rules: Rules) -> Execution:
     precision=resolve(config.precision, platform),
     attention=config.attention,
     loss=config.loss,
+    context=config.context,
     remat=config.remat,
     remat_every=config.remat_every,
     unroll=config.unroll,

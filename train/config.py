@@ -101,6 +101,8 @@ class StepConfig:
     precision: a policy of `model.precision`; "auto" by platform.
     attention: implementation of attention; "auto" by platform.
     loss: implementation of the head's cross-entropy; "auto" by platform.
+    context: how devices that share a sequence (mesh.context) attend: "ring"
+      passes keys on, "all_gather" gathers them, "ulysses" exchanges heads.
     remat: what the backward pass computes again, see `model.execution`.
     remat_every: layers between two kept inputs, for remat="block".
     unroll: layers per iteration of the compiled loop.
@@ -111,6 +113,7 @@ class StepConfig:
   precision: str = "auto"
   attention: str = "auto"
   loss: str = "auto"
+  context: Literal["ring", "all_gather", "ulysses"] = "ring"
   remat: Literal["none", "dots", "block", "nested"] = "none"
   remat_every: int = 1
   unroll: int = 1

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model.execution import Execution
+from pallas_kernels.ring_attention.order import permutation
 from sharding.arrays import batch_sharding, check_batch_size
 from sharding.rules import replicated
 from train.objective import Batch, Metrics, Objective
@@ -97,7 +98,7 @@ def make_train_step(
       accumulation=accumulation,
       rows_per_example=rows_per_example,
     )
-    batch = batch | {"row_ids": jnp.arange(num_rows, dtype=jnp.int32)}
+    batch = _prepared(batch, execution)
     sums = _gradient_sums(
       objective,
       state.model,
@@ -156,7 +157,7 @@ def make_eval_step(
   def eval_step(model: nnx.Module, batch: Batch):
     num_rows = len(batch["tokens"])
     check_batch_size(num_rows, mesh, rules)
-    batch = batch | {"row_ids": jnp.arange(num_rows, dtype=jnp.int32)}
+    batch = _prepared(batch, execution)
     return objective(model, batch, None, execution)
 
   return jax.jit(
@@ -164,6 +165,26 @@ def make_eval_step(
     in_shardings=(model_shardings, batch_sharding(mesh, rules)),
     out_shardings=replicated(mesh),
   )
+
+
+def _prepared(batch: Batch, execution: Execution) -> Batch:
+  """The batch with its rows numbered and its tokens in the order of the mesh.
+
+  Where devices share a sequence and a causal mask would give the last of them
+  most of the work, each takes a part from the start and one from the end.
+  Nothing else depends on the order: a token is its row, segment and position.
+  """
+  B, T = batch["tokens"].shape
+  axis = execution.context_axis
+  if axis is not None and execution.context != "ulysses":
+    num_devices = execution.mesh.shape[axis]
+    if T % (2 * num_devices) == 0:
+      order = permutation("zigzag", num_devices, T)
+      batch = {
+        name: x[:, order] if x.shape[:2] == (B, T) else x
+        for name, x in batch.items()
+      }
+  return batch | {"row_ids": jnp.arange(B, dtype=jnp.int32)}
 
 
 @jax.tree_util.register_dataclass

@@ -50,6 +50,7 @@ def ring_attention(
   axis_name: str,
   form: str = "ring",
   order: str = "contiguous",
+  positions: jax.Array | None = None,
   causal: bool = True,
   window: Window = None,
   segment_ids: jax.Array | None = None,
@@ -77,6 +78,8 @@ def ring_attention(
     form: "ring": O(T) memory; "all_gather": all keys at once, one collective
       in place of many.
     order: which rows a device holds, see `order.rows_of`.
+    positions: int32 [B, T], of queries and keys, in place of an order: what
+      causality and windows compare. Rows may then stand anywhere.
     causal: as there.
     window: as there.
     segment_ids: int32 [B, T], of queries and keys.
@@ -85,7 +88,7 @@ def ring_attention(
     sinks_N: as there.
     dropout_rate: as there.
     dropout_words_2BNT: of `dropout.row_words`, with the numbers of the rows in
-      the whole sequence.
+      the whole sequence. Keys count by their positions.
     return_lse: as there.
     operands: as there.
     out_dtype: as there.
@@ -97,7 +100,8 @@ def ring_attention(
     As there.
 
   Raises:
-    ValueError: shapes disagree; `form`, `order` or `impl` is not known.
+    ValueError: shapes disagree; `form`, `order` or `impl` is not known; both
+      an order and positions are given.
   """
   N, H = q_BTNH.shape[2:]
   B, T, K, _ = k_BTKH.shape
@@ -110,6 +114,8 @@ def ring_attention(
     raise ValueError(f"{N} query heads are not a multiple of {K} key heads")
   if form not in FORMS:
     raise ValueError(f"form must be one of {FORMS}, got {form!r}")
+  if positions is not None and order != "contiguous":
+    raise ValueError(f"give positions or order={order!r}, not both")
   request = impls.Request("ring_attention", impl, frozenset())
   left, right = sides(causal, window)
   options = Options(
@@ -124,7 +130,9 @@ def ring_attention(
   module = _MODULES[impls.choose(request, HONOURS, platform)]
   how = _How(module, options, axis_name, form)
   num, device = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-  rows = Rows(rows_of(order, num, device, T)[None], segment_ids)
+  if positions is None:
+    positions = rows_of(order, num, device, T)[None]
+  rows = Rows(positions, segment_ids)
   words = dropout_words_2BNT if dropout_rate > 0.0 else None
   q, k, v = (without_padding(x, segment_ids) for x in (q_BTNH, k_BTKH, v_BTKH))
   out, lse = _attend(how, q, k, v, rows, words)

@@ -54,8 +54,7 @@ def permutation(order: str, num_devices: int, length: int) -> np.ndarray:
     raise ValueError(
       f"a length of {length} does not divide by {num_devices} devices"
     )
-  parts = [
-    np.asarray(rows_of(order, num_devices, d, length // num_devices))
-    for d in range(num_devices)
-  ]
-  return np.concatenate(parts)
+  size = length // num_devices
+  with jax.ensure_compile_time_eval():  # Values, also while a caller is traced.
+    parts = [rows_of(order, num_devices, d, size) for d in range(num_devices)]
+    return np.concatenate(parts)

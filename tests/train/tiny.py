@@ -1,6 +1,7 @@
 """A tiny model, packed batches and the production step, for tests of train/."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from sharding.arrays import to_global
 from sharding.axes import MeshConfig, Rules
 from sharding.mesh import make_mesh
 from train.config import OptimizerConfig, ScheduleConfig
-from train.objective import lm_loss
+from train.objective import Objective, lm_loss
 from train.optimizers import Optimizer, make_optimizer
 from train.schedules import make_schedule
 from train.state import TrainState, state_from_model
@@ -38,6 +39,7 @@ MHA = ModelConfig(
 # Two query heads a key/value head, and a head that shares the table.
 GQA = dataclasses.replace(MHA, num_kv_heads=4, tied=True)
 ROWS, LENGTH = 16, 24
+OBJECTIVE = lm_loss(z_loss=1e-3)
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -66,9 +68,17 @@ def random_model(config: ModelConfig) -> Transformer:
 
 
 def packed_batch(
-  seed: int = 0, *, rows: int = ROWS, length: int = LENGTH, vocab: int = 104
+  seed: int = 0,
+  *,
+  rows: int = ROWS,
+  length: int = LENGTH,
+  vocab: int = 104,
+  packed: bool = True,
 ) -> dict[str, np.ndarray]:
-  """Rows of one to three segments and padding; weights differ by segment."""
+  """Rows of one to three segments and padding; weights differ by segment.
+
+  Not packed: one segment fills a row.
+  """
   rng = np.random.default_rng(seed)
   shape = (rows, length)
   batch = {
@@ -80,14 +90,29 @@ def packed_batch(
   }
   for row in range(rows):
     start = 0
-    for segment in range(1, rng.integers(1, 4) + 1):
+    for segment in range(1, (rng.integers(1, 4) if packed else 1) + 1):
       stop = min(length, start + int(rng.integers(2, length // 2)))
+      stop = stop if packed else length
       batch["positions"][row, start:stop] = np.arange(stop - start)
       batch["segment_ids"][row, start:stop] = segment
       # The last token of a segment has no target.
       batch["loss_weights"][row, start : stop - 1] = rng.uniform(0.5, 1.5)
       start = stop
   return batch
+
+
+def pairs_batch(seed: int = 0, **settings) -> dict[str, np.ndarray]:
+  """Preference pairs, a row an answer; the last pair is padding."""
+  batch = packed_batch(seed, packed=False, **settings)
+  rng = np.random.default_rng(seed)
+  for name in ("segment_ids", "loss_weights"):
+    batch[name][-2:] = 0
+  rows, length = batch["tokens"].shape
+  answers = np.arange(length) >= rng.integers(2, length // 2, (rows, 1))
+  batch["loss_weights"] = answers * (batch["loss_weights"] > 0)
+  batch["loss_weights"] = batch["loss_weights"].astype(np.float32)
+  reference = rng.normal(-100, 5, rows).astype(np.float32)
+  return batch | {"reference_log_probs": reference}
 
 
 def optimizer_of(config: OptimizerConfig) -> Optimizer:
@@ -101,7 +126,9 @@ def start(
   optimizer: OptimizerConfig,
   mesh: jax.sharding.Mesh,
   *,
+  objective: Objective = OBJECTIVE,
   accumulation: int = 1,
+  rows_per_example: int = 1,
   rules: Rules = Rules(),
   **execution,
 ):
@@ -109,11 +136,12 @@ def start(
   rule = optimizer_of(optimizer)
   state = state_from_model(model, rule, seed=3, mesh=mesh, rules=rules)
   train_step = make_train_step(
-    lm_loss(z_loss=1e-3),
+    objective,
     rule,
     Execution(mesh=mesh, rules=rules, **execution),
     jax.tree.map(lambda x: x.sharding, state),
     accumulation=accumulation,
+    rows_per_example=rows_per_example,
   )
   return state, train_step
 
@@ -124,6 +152,7 @@ def train(
   mesh: jax.sharding.Mesh,
   *,
   num_steps: int = 3,
+  make_batch: Callable[..., dict[str, np.ndarray]] = packed_batch,
   **settings,
 ) -> list[tuple[TrainState, dict]]:
   """Returns the (state, metrics) after each of the steps, on the host."""
@@ -131,7 +160,7 @@ def train(
   rules = settings.get("rules", Rules())
   history = []
   for step in range(num_steps):
-    batch = packed_batch(step, vocab=model.config.vocab_size)
+    batch = make_batch(step, vocab=model.config.vocab_size)
     state, metrics = train_step(state, to_global(batch, mesh, rules))
     history.append(jax.device_get((state, metrics)))
   return history

@@ -15,6 +15,7 @@ from pallas_kernels.flash_attention.dropout import row_words
 from pallas_kernels.flash_attention.op import flash_attention
 from pallas_kernels.ring_attention.op import ring_attention
 from pallas_kernels.ring_attention.order import permutation, rows_of
+from pallas_kernels.ring_attention.ulysses import ulysses_attention
 from tests.tolerances import tolerance
 
 B, N, K, H = 2, 4, 2, 16
@@ -27,7 +28,9 @@ class Case:
   impl: str = "xla"
   form: str = "ring"
   order: str = "contiguous"
+  positions: bool = False  # Rows say where they stand; the op knows no order.
   devices: int = 4
+  kv_heads: int = K
   length: int = 48
   causal: bool = True
   window: int | tuple[int | None, int | None] | None = None
@@ -50,6 +53,29 @@ CASES = {
   "all_gather, zigzag, all masks": Case(
     form="all_gather", order="zigzag", window=9, dropout_rate=0.2
   ),
+  "ring, positions, all masks": Case(
+    order="zigzag", positions=True, window=17, sinks=True, dropout_rate=0.3
+  ),
+  "all_gather, positions": Case(
+    form="all_gather", order="zigzag", positions=True, window=(None, 3)
+  ),
+  "ulysses": Case(form="ulysses", positions=True, devices=2),
+  "ulysses, zigzag, all masks": Case(
+    form="ulysses",
+    order="zigzag",
+    positions=True,
+    devices=2,
+    window=9,
+    soft_cap=2.0,
+    sinks=True,
+    dropout_rate=0.2,
+  ),
+  "ulysses, fewer key heads": Case(form="ulysses", positions=True, devices=4),
+  "ulysses, one key head": Case(
+    form="ulysses", positions=True, kv_heads=1, segments=False, causal=False
+  ),
+  "tpu, ulysses": Case(**TPU, form="ulysses", positions=True, window=100),
+  "tpu, ring, positions": Case(**TPU, order="zigzag", positions=True),
   "tpu, ring, zigzag": Case(**TPU, order="zigzag", sinks=True),
   "tpu, ring, window": Case(**TPU, window=100, dropout_rate=0.2),
   "tpu, all_gather, zigzag": Case(**TPU, form="all_gather", order="zigzag"),
@@ -61,7 +87,9 @@ def arguments(case: Case):
   rng = np.random.default_rng(0)
   T = case.length
   normal = lambda *shape: rng.normal(size=shape).astype("float32")
-  q, k, v, g = (normal(B, T, heads, H) for heads in (N, K, K, N))
+  q, k, v, g = (
+    normal(B, T, heads, H) for heads in (N, case.kv_heads, case.kv_heads, N)
+  )
   rows = {}
   if case.segments:
     ids = np.sort(rng.integers(1, 5, (B, T), dtype=np.int32), axis=1)
@@ -111,7 +139,7 @@ def on_one_device(case: Case):
 
 
 # Which dim of each argument holds rows.
-ROWS = {"segment_ids": 1, "dropout_words_2BNT": 3}
+ROWS = {"segment_ids": 1, "dropout_words_2BNT": 3, "positions": 1}
 
 
 def on_a_ring(case: Case):
@@ -121,18 +149,22 @@ def on_a_ring(case: Case):
   split = P(None, "context")
   row_specs = {
     "segment_ids": split,
+    "positions": split,
     "dropout_words_2BNT": P(None, None, None, "context"),
   }
+  if case.form == "ulysses":
+    op = ulysses_attention
+  else:
+    known = "contiguous" if case.positions else case.order
+    op = functools.partial(ring_attention, form=case.form, order=known)
 
   def attend(q, k, v, sinks, rows):
     def local(q, k, v, sinks, rows):
-      return ring_attention(
+      return op(
         q,
         k,
         v,
         axis_name="context",
-        form=case.form,
-        order=case.order,
         sinks_N=sinks if case.sinks else None,
         **settings(case),
         **rows,
@@ -148,6 +180,9 @@ def on_a_ring(case: Case):
     )(q, k, v, sinks, rows)
 
   q, k, v, sinks, g, g_lse, rows = arguments(case)
+  if case.positions:
+    counted = np.arange(case.length, dtype=np.int32)
+    rows["positions"] = np.broadcast_to(counted, (B, case.length))
   lay = lambda x, axis=1: np.take(x, order, axis=axis)
   rows = {name: lay(x, ROWS[name]) for name, x in rows.items()}
   blocks = dict(block_q=128, block_k=128, step=128, chunk_k=256)
@@ -233,6 +268,10 @@ def test_keys_travel_as_often_as_they_must(form):
     (dict(form="star"), "form must be one of .*'star'"),
     (dict(order="spiral"), "order must be one of .*'spiral'"),
     (dict(order="zigzag"), "needs an even number of rows a device, got 3"),
+    (
+      dict(order="zigzag", positions=jnp.zeros((1, 3), jnp.int32)),
+      "give positions or order='zigzag', not both",
+    ),
     (dict(impl="reference"), "impl of ring_attention must be"),
   ],
   ids=str,
@@ -245,6 +284,23 @@ def test_refuses(changes, message):
     jax.shard_map(
       attend, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
     )(x, x, x)
+
+
+def test_ulysses_refuses_heads_that_do_not_divide():
+  positions = jnp.zeros((1, 3), jnp.int32)
+  mesh = jax.make_mesh((4,), ("context",))
+  attend = functools.partial(ulysses_attention, axis_name="context")
+  for q_heads, kv_heads in [(6, 2), (8, 3)]:
+    run = jax.shard_map(
+      lambda q, k: attend(q, k, k, positions=positions),
+      mesh=mesh,
+      in_specs=P(),
+      out_specs=P(),
+      check_vma=False,
+    )
+    heads = f"{q_heads} query heads and {kv_heads} key heads"
+    with pytest.raises(ValueError, match=f"{heads}; change mesh.context"):
+      run(jnp.zeros((1, 3, q_heads, 4)), jnp.zeros((1, 3, kv_heads, 4)))
 
 
 def test_refuses_lengths():

@@ -1,0 +1,142 @@
+"""The cells of the equivalence matrix: which meshes, with which settings.
+
+A cell is a mesh and a value of every factor that has a meaning on it. `whole`
+is all of them; `cover` a part in which every mesh meets every value of every
+factor with two values, and each value of the others meets many meshes. A new
+mesh axis joins by a line in `SIZES`, a new setting by a line in `FACTORS`.
+"""
+
+import dataclasses
+import itertools
+
+Mesh = tuple[tuple[str, int], ...]
+
+# Devices along an axis: alone, as the first and as the second of a pair. A
+# pair's differ, so that a division by the wrong one shows.
+SIZES = {
+  "data": (8, 2, 4),
+  "fsdp": (8, 2, 4),
+  "context": (8, 2, 4),
+  "tensor": (8, 2, 4),
+}
+TRIPLES = (("data", "fsdp", "tensor"), ("fsdp", "context", "tensor"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+  """A setting that must not change what is computed.
+
+  Attributes:
+    values: what it may be.
+    axis: the mesh axis without which it means nothing; None: it always does.
+  """
+
+  values: tuple
+  axis: str | None = None
+
+
+FACTORS = {
+  "model": Factor(("dense",)),
+  "packed": Factor((True, False)),
+  "optimizer": Factor(("sgd", "adamw")),
+  "accumulation": Factor((1, 4)),
+  "remat": Factor(("none", "block")),
+  "context": Factor(("ring", "all_gather", "ulysses"), "context"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+  """One comparison.
+
+  Attributes:
+    mesh: (axis, devices) pairs.
+    settings: (factor, value) pairs.
+    loss: "pretrain", "sft" or "dpo".
+    dropout: whether the model has some.
+  """
+
+  mesh: Mesh
+  settings: tuple[tuple[str, object], ...]
+  loss: str = "pretrain"
+  dropout: bool = False
+
+  @property
+  def name(self) -> str:
+    """For people, and the id of a test."""
+    mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh)
+    values = " ".join(f"{key}={value}" for key, value in self.settings)
+    more = f" {self.loss}" + " dropout" * self.dropout
+    return f"{mesh}: {values}{more}"
+
+  @property
+  def group(self) -> str:
+    """Cells of a group are run in one process; they share the one device."""
+    of = dict(self.settings)
+    return f"{of['model']}-{of['optimizer']}-{self.loss}{self.dropout:d}"
+
+
+def meshes() -> list[Mesh]:
+  """Every axis alone, every pair, and the triples."""
+  alone = [((axis, SIZES[axis][0]),) for axis in SIZES]
+  pairs = [
+    ((first, SIZES[first][1]), (second, SIZES[second][2]))
+    for first, second in itertools.combinations(SIZES, 2)
+  ]
+  triples = [tuple((axis, 2) for axis in triple) for triple in TRIPLES]
+  return [*alone, *pairs, *triples]
+
+
+def factors(mesh: Mesh) -> dict[str, tuple]:
+  """The values of all factors that mean something on a mesh."""
+  axes = dict(mesh)
+  return {
+    name: factor.values
+    for name, factor in FACTORS.items()
+    if factor.axis is None or factor.axis in axes
+  }
+
+
+def cover() -> list[Cell]:
+  """Two cells a mesh, complements of each other, and the other losses."""
+  cells = []
+  for number, mesh in enumerate(meshes()):
+    for turn in range(2):
+      # Factors change at different paces, so that their values meet too.
+      values = {
+        name: choices[
+          (number // 2**i + turn + number * (len(choices) > 2)) % len(choices)
+        ]
+        for i, (name, choices) in enumerate(factors(mesh).items())
+      }
+      cells.append(Cell(mesh, tuple(values.items())))
+  return cells + other_losses()
+
+
+def whole() -> list[Cell]:
+  """Every mesh with every combination, and the other losses."""
+  cells = [
+    Cell(mesh, tuple(zip(factors(mesh), values, strict=True)))
+    for mesh in meshes()
+    for values in itertools.product(*factors(mesh).values())
+  ]
+  return cells + other_losses()
+
+
+def other_losses() -> list[Cell]:
+  """What only a few cells need to show."""
+  settings = {name: factor.values[-1] for name, factor in FACTORS.items()}
+
+  def cell(axes, loss, dropout=False, **changes):
+    mesh = tuple((axis, 2) for axis in axes)
+    chosen = {name: (settings | changes)[name] for name in factors(mesh)}
+    return Cell(mesh, tuple(chosen.items()), loss, dropout)
+
+  first, second = TRIPLES[:2]
+  return [
+    cell(first, "sft"),
+    cell(second, "sft", context="ring"),
+    cell(first, "dpo", packed=False),
+    cell(second, "dpo", packed=False),
+    cell(second, "pretrain", dropout=True),
+  ]
