@@ -30,6 +30,7 @@ _FLAGS = {
     "topology",
   },
   "pallas_kernels.schedule": set(),
+  "sharding.schedule_picture": set(),
   "train.report": set(),
   "serve.chat": {
     "max_new_tokens",

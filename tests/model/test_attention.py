@@ -83,7 +83,7 @@ def test_layer(changes):
     cos, sin = map(np.float64, angles[0])
   y, new = layer(
     x,
-    View(angles=angles, segment_ids=jnp.asarray(segments)),
+    View(angles, positions, segment_ids=jnp.asarray(segments)),
     kind=0,
     cache=None,
     dropout_keys_B=None,
@@ -114,7 +114,7 @@ def test_each_kind_has_its_window_and_its_angles(traced):
   def run(kind):
     return layer(
       x,
-      View(angles=pairs, segment_ids=None),
+      View(angles=pairs, positions=positions, segment_ids=None),
       kind=kind,
       cache=None,
       dropout_keys_B=None,

@@ -36,7 +36,7 @@ def arguments(config):
   positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
   angles = (rope.angles(config.rope, config.head_dim, positions),)
   return dict(
-    view=View(angles=angles, segment_ids=None),
+    view=View(angles, positions, segment_ids=None),
     kind=0,
     cache=None,
     execution=Execution(),

@@ -17,7 +17,7 @@ SIZES = {
   "data": (8, 2, 4),
   "fsdp": (8, 2, 4),
   "context": (8, 2, 4),
-  "tensor": (8, 2, 4),
+  "tensor": (4, 2, 4),
 }
 TRIPLES = (("data", "fsdp", "tensor"), ("fsdp", "context", "tensor"))
 
@@ -36,7 +36,7 @@ class Factor:
 
 
 FACTORS = {
-  "model": Factor(("dense",)),
+  "model": Factor(("gqa", "mha")),
   "packed": Factor((True, False)),
   "optimizer": Factor(("sgd", "adamw")),
   "accumulation": Factor((1, 4)),
@@ -54,12 +54,14 @@ class Cell:
     settings: (factor, value) pairs.
     loss: "pretrain", "sft" or "dpo".
     dropout: whether the model has some.
+    kernels: whether the mesh runs Pallas kernels, interpreted.
   """
 
   mesh: Mesh
   settings: tuple[tuple[str, object], ...]
   loss: str = "pretrain"
   dropout: bool = False
+  kernels: bool = False
 
   @property
   def name(self) -> str:
@@ -67,13 +69,14 @@ class Cell:
     mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh)
     values = " ".join(f"{key}={value}" for key, value in self.settings)
     more = f" {self.loss}" + " dropout" * self.dropout
+    more += " kernels" * self.kernels
     return f"{mesh}: {values}{more}"
 
   @property
   def group(self) -> str:
     """Cells of a group are run in one process; they share the one device."""
     of = dict(self.settings)
-    return f"{of['model']}-{of['optimizer']}-{self.loss}{self.dropout:d}"
+    return f"{of['model']}-{of['optimizer']}-{self.loss}{self.dropout:d}{self.kernels:d}"
 
 
 def meshes() -> list[Mesh]:
@@ -98,7 +101,7 @@ def factors(mesh: Mesh) -> dict[str, tuple]:
 
 
 def cover() -> list[Cell]:
-  """Two cells a mesh, complements of each other, and the other losses."""
+  """Two cells a mesh, complements of each other, and some of a kind of their own."""
   cells = []
   for number, mesh in enumerate(meshes()):
     for turn in range(2):
@@ -110,33 +113,36 @@ def cover() -> list[Cell]:
         for i, (name, choices) in enumerate(factors(mesh).items())
       }
       cells.append(Cell(mesh, tuple(values.items())))
-  return cells + other_losses()
+  return cells + others()
 
 
 def whole() -> list[Cell]:
-  """Every mesh with every combination, and the other losses."""
+  """Every mesh with every combination, and some of a kind of their own."""
   cells = [
     Cell(mesh, tuple(zip(factors(mesh), values, strict=True)))
     for mesh in meshes()
     for values in itertools.product(*factors(mesh).values())
   ]
-  return cells + other_losses()
+  return cells + others()
 
 
-def other_losses() -> list[Cell]:
-  """What only a few cells need to show."""
+def others() -> list[Cell]:
+  """What only a few cells need to show: losses, dropout, Pallas kernels."""
   settings = {name: factor.values[-1] for name, factor in FACTORS.items()}
 
-  def cell(axes, loss, dropout=False, **changes):
+  def cell(axes, loss="pretrain", dropout=False, kernels=False, **changes):
     mesh = tuple((axis, 2) for axis in axes)
     chosen = {name: (settings | changes)[name] for name in factors(mesh)}
-    return Cell(mesh, tuple(chosen.items()), loss, dropout)
+    return Cell(mesh, tuple(chosen.items()), loss, dropout, kernels)
 
   first, second = TRIPLES[:2]
+  kernels = dict(dropout=True, kernels=True, model="gqa", packed=True)
   return [
     cell(first, "sft"),
     cell(second, "sft", context="ring"),
     cell(first, "dpo", packed=False),
     cell(second, "dpo", packed=False),
-    cell(second, "pretrain", dropout=True),
+    cell(second, dropout=True),
+    *[cell([axis], **kernels) for axis in ("data", "fsdp", "tensor")],
+    cell(["context"], context="ring", accumulation=1, **kernels),
   ]

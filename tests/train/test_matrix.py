@@ -43,6 +43,7 @@ def check(part: str, cell: matrix.Cell):
   """All leaves of a cell are there and within the bound."""
   found = run(part, cell.group)
   assert cell.name in found, found.get("error")
+  assert "error" not in found[cell.name], found[cell.name]["error"]
   for kind, count in dict(moments=LEAVES, params=LEAVES, metrics=16).items():
     distances = found[cell.name][kind]
     assert len(distances) >= count, list(distances)
