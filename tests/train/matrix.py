@@ -76,7 +76,8 @@ class Cell:
   def group(self) -> str:
     """Cells of a group are run in one process; they share the one device."""
     of = dict(self.settings)
-    return f"{of['model']}-{of['optimizer']}-{self.loss}{self.dropout:d}{self.kernels:d}"
+    what = f"{of['model']}-{of['optimizer']}-{self.loss}"
+    return f"{what}{self.dropout:d}{self.kernels:d}"
 
 
 def meshes() -> list[Mesh]:
@@ -101,7 +102,7 @@ def factors(mesh: Mesh) -> dict[str, tuple]:
 
 
 def cover() -> list[Cell]:
-  """Two cells a mesh, complements of each other, and some of a kind of their own."""
+  """Two cells a mesh, complements of each other, and those of `others`."""
   cells = []
   for number, mesh in enumerate(meshes()):
     for turn in range(2):
@@ -117,7 +118,7 @@ def cover() -> list[Cell]:
 
 
 def whole() -> list[Cell]:
-  """Every mesh with every combination, and some of a kind of their own."""
+  """Every mesh with every combination, and those of `others`."""
   cells = [
     Cell(mesh, tuple(zip(factors(mesh), values, strict=True)))
     for mesh in meshes()
