@@ -7,6 +7,7 @@ import dataclasses
 from typing import Literal
 
 from sharding.axes import MeshConfig, Rules
+from sharding.distributed import DistributedConfig
 from train.config import (
   CheckpointConfig,
   MonitorConfig,
@@ -68,6 +69,7 @@ class DPOConfig:
     monitor: what is written down.
     seed: kept with the state; the data has its own.
     compilation_cache: folder that keeps compiled programs between runs.
+    distributed: the processes of the run.
   """
 
   init_from: str
@@ -86,6 +88,7 @@ class DPOConfig:
   monitor: MonitorConfig = MonitorConfig()
   seed: int = 0
   compilation_cache: str | None = None
+  distributed: DistributedConfig = DistributedConfig()
 
   def __post_init__(self):
     if self.beta <= 0:

@@ -50,6 +50,7 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
     workdir,
     json.dumps(cli.to_dict(config), indent=2),
     compilation_cache=config.compilation_cache,
+    distributed=config.distributed,
   )
 
   # ---- Devices ----

@@ -42,8 +42,10 @@ _FLAGS = {
     "top_p",
   },
   "examples.demo": {"seed", "workdir"},
+  "train.launch": {"heartbeat_seconds", "num_processes"},
   "train.pretrain": {"config", "workdir"},
   "train.sft": {"config", "workdir"},
+  "train.watchdog": set(),
 }
 
 

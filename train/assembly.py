@@ -1,5 +1,6 @@
 """The parts that every training main puts together in the same way."""
 
+import atexit
 import os
 import pathlib
 from collections.abc import Callable
@@ -17,6 +18,13 @@ from model.execution import Execution
 from model.precision import resolve
 from sharding.arrays import process_rows, to_global
 from sharding.axes import Rules
+from sharding.distributed import (
+  DistributedConfig,
+  coordinator_host,
+  failed,
+  join,
+)
+from train import watchdog
 from train.config import StepConfig
 from train.held_out import make_evaluate
 from train.monitor import FlopsPerToken
@@ -25,20 +33,34 @@ from train.run_config import HeldOutConfig
 
 
 def open_run(
-  workdir: str, config_json: str, *, compilation_cache: str | None
+  workdir: str,
+  config_json: str,
+  *,
+  compilation_cache: str | None,
+  distributed: DistributedConfig,
 ) -> pathlib.Path:
-  """Makes the run folder and writes config.json; returns the folder.
+  """Joins the other processes, makes the run folder and writes config.json.
 
   Args:
     workdir: the run folder; it may be there already.
     config_json: of the run.
     compilation_cache: folder that keeps compiled programs between runs.
+    distributed: the processes of the run.
+
+  Returns:
+    The run folder.
   """
   if compilation_cache is not None:
     jax.config.update("jax_compilation_cache_dir", compilation_cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
   folder = pathlib.Path(workdir).absolute()
+  if join(distributed) and distributed.watchdog:
+    companion = watchdog.start(
+      coordinator_host(), heartbeat_seconds=distributed.heartbeat_seconds
+    )
+    companion.saves_to(folder / "checkpoints")
+    atexit.register(lambda: failed() or companion.done())
   if jax.process_index() == 0:
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / "config.json.partial"

@@ -6,6 +6,9 @@ run, the position in the data, the leaves of the state and the checksums of the
 files. Orbax writes to a temporary folder and renames it; the manifest is in it
 before the rename, so a killed process leaves no checkpoint that looks whole.
 Steps count finished updates: checkpoint 10 continues with batch 10.
+
+JAX is imported where it is used: the watchdog asks for the newest checkpoint
+without it.
 """
 
 import dataclasses
@@ -14,7 +17,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-import jax
+import numpy as np
 from absl import logging
 
 from train import manifest as manifest_lib
@@ -78,20 +81,28 @@ def verify(directory: str | pathlib.Path, step: int) -> dict:
   return manifest
 
 
+def newest(directory: str | pathlib.Path) -> pathlib.Path | None:
+  """The newest checkpoint with a readable manifest; no checksum is compared."""
+  for step in reversed(steps(directory)):
+    path = pathlib.Path(directory) / str(step)
+    try:
+      if manifest_lib.read(path) is not None:
+        return path
+    except ValueError:
+      continue
+  return None
+
+
 def run_config(directory: str | pathlib.Path) -> dict:
   """The config of the run that saved the newest checkpoint.
 
   Raises:
     DamagedCheckpointError: no checkpoint has a readable manifest.
   """
-  for step in reversed(steps(directory)):
-    try:
-      manifest = manifest_lib.read(pathlib.Path(directory) / str(step))
-    except ValueError:
-      continue
-    if manifest is not None:
-      return manifest["config"]
-  raise DamagedCheckpointError(f"No checkpoint in {directory} is whole.")
+  path = newest(directory)
+  if path is None:
+    raise DamagedCheckpointError(f"No checkpoint in {directory} is whole.")
+  return manifest_lib.read(path)["config"]
 
 
 def restore(
@@ -117,7 +128,7 @@ def restore(
     DamagedCheckpointError: the checkpoint is not whole.
     ValueError: it is of another model: names, shapes or dtypes differ.
   """
-  manifest = verify(directory, step)
+  manifest = _verify_together(directory, step)
   saved = manifest["leaves"]
   if part is not None:
     abstract_state = {part: abstract_state}
@@ -134,6 +145,7 @@ def restore(
       message += "\nThe configs differ in:" + manifest_lib.some(fields)
     raise ValueError(message + "\nChange the config, or use another workdir.")
 
+  import jax
   import orbax.checkpoint as ocp  # 0.8 s; a fresh run does not need it.
 
   wanted = manifest_lib.by_name(abstract_state)
@@ -172,7 +184,7 @@ def restore_latest(
     ValueError: every checkpoint is damaged, or the newest whole one is of
       another model.
   """
-  found = steps(directory)
+  found = _as_first_process(steps(directory))
   for step in reversed(found):
     try:
       restored = restore(
@@ -190,6 +202,39 @@ def restore_latest(
       " from a copy, or use another workdir to start anew."
     )
   return None
+
+
+def _verify_together(directory: str | pathlib.Path, step: int) -> dict:
+  """`verify`, by process 0 for all: they must not take different ones."""
+  import jax
+  from jax.experimental import multihost_utils
+
+  if jax.process_count() == 1:
+    return verify(directory, step)
+  path = pathlib.Path(directory) / str(step)
+  error = DamagedCheckpointError(f"Checkpoint {path} is not whole.")
+  is_whole = False
+  if jax.process_index() == 0:
+    try:
+      verify(directory, step)
+      is_whole = True
+    except DamagedCheckpointError as found:
+      error = found
+  if not multihost_utils.broadcast_one_to_all(np.bool_(is_whole)):
+    raise error
+  return manifest_lib.read(path)
+
+
+def _as_first_process(numbers: list[int]) -> list[int]:
+  """What process 0 has; a shared folder need not look alike everywhere."""
+  import jax
+  from jax.experimental import multihost_utils
+
+  if jax.process_count() == 1:
+    return numbers
+  count = int(multihost_utils.broadcast_one_to_all(np.int32(len(numbers))))
+  mine = np.resize(np.array(numbers, np.int32), count)
+  return multihost_utils.broadcast_one_to_all(mine).tolist()
 
 
 def differing_fields(saved: Mapping, wanted: Mapping) -> list[str]:
@@ -245,6 +290,8 @@ class Saver:
     self._config = config
     self._manager = None
     self._contents = {}
+    import jax
+
     if jax.process_count() > 1:  # The others may still be reading.
       from jax.experimental import multihost_utils
 
@@ -278,6 +325,10 @@ class Saver:
           save_root_metadata=False,
         ),
       )
+      # Orbax would ask from its thread, with the step of the checkpoint. JAX
+      # takes the step that was asked last for the one that the run has reached,
+      # and could choose one to stop at that this process has left behind.
+      self._manager.reached_preemption = lambda step: False
     self._manager.wait_until_finished()
     self._contents = {
       "step": step,

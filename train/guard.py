@@ -5,6 +5,8 @@ import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from train.checkpoint import Saver
 
 _MAX_SHOWN = 10
@@ -28,7 +30,7 @@ def check(
     step: the update that the metrics are of.
     metrics: of the step, on the host.
     document_ids: of the documents in its batch, row by row. All of them go
-      to `workdir/nonfinite.json`.
+      to `workdir/nonfinite.json`, those of process N > 0 to nonfinite.N.json.
     workdir: the run folder.
     saver: knows the newest checkpoint. It is good: no state is saved before
       its own step was checked.
@@ -43,7 +45,8 @@ def check(
   }
   if not bad:
     return
-  path = workdir / "nonfinite.json"
+  process = jax.process_index()
+  path = workdir / f"nonfinite{f'.{process}' if process else ''}.json"
   report = {"step": step, "metrics": {k: str(v) for k, v in metrics.items()}}
   path.write_text(json.dumps(report | {"document_ids": document_ids}, indent=1))
   ids = list(dict.fromkeys(name for row in document_ids for name in row))

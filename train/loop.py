@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from train import checkpoint, guard, report
@@ -113,12 +114,13 @@ def fit(
       evaluating = evaluate is not None and (
         last or done % config.monitor.eval_every == 0
       )
-      _, batch, document_ids = next(stream)
-      leaves, metrics = train_step.on_leaves(leaves, place(batch))
+      _, rows, document_ids = next(stream)
+      batch = place(rows)
+      leaves, metrics = train_step.on_leaves(leaves, batch)
       monitor.record(
         done,
         metrics,
-        tokens=_num_tokens(batch),
+        tokens=_num_tokens(rows, batch),
         document_ids=document_ids,
         log=saving or evaluating,
       )
@@ -142,9 +144,14 @@ def fit(
   return state, monitor.history
 
 
-def _num_tokens(batch: Batch) -> int:
-  """Tokens in the batches of all processes, taking them to be equally full."""
-  return int(np.count_nonzero(batch["segment_ids"])) * jax.process_count()
+def _num_tokens(rows: Batch, batch: Mapping[str, jax.Array]) -> jax.Array | int:
+  """Tokens in a global batch, of which `rows` are on this host."""
+  if jax.process_count() == 1:
+    return int(np.count_nonzero(rows["segment_ids"]))
+  return _count_nonzero(batch["segment_ids"])
+
+
+_count_nonzero = jax.jit(jnp.count_nonzero)
 
 
 def _preempted(saver: checkpoint.Saver, step: int) -> Preempted:

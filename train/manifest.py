@@ -11,8 +11,6 @@ import pathlib
 from collections.abc import Mapping
 from concurrent import futures
 
-import jax
-
 FILE = "manifest.json"
 _ORBAX_NOTES = "_CHECKPOINT_METADATA"  # Times; rewritten on commit, never read.
 _MAX_SHOWN = 6  # Differences named in one message.
@@ -20,6 +18,8 @@ _MAX_SHOWN = 6  # Differences named in one message.
 
 def by_name(tree) -> dict:
   """The leaves of a pytree under their dotted names, in its order."""
+  import jax  # Not at the top: the watchdog reads manifests without it.
+
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {
     jax.tree_util.keystr(path, simple=True, separator="."): leaf

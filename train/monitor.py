@@ -44,7 +44,7 @@ class _Pending:
 
   step: int
   metrics: Mapping[str, jax.Array]
-  tokens: int
+  tokens: jax.Array | int
   document_ids: Sequence[Sequence[str]]
   logged: bool
 
@@ -123,7 +123,7 @@ class Monitor:
     step: int,
     metrics: Mapping[str, jax.Array],
     *,
-    tokens: int,
+    tokens: jax.Array | int,
     document_ids: Sequence[Sequence[str]],
     log: bool = False,
   ) -> None:
@@ -132,7 +132,8 @@ class Monitor:
     Args:
       step: updates that will be done when it is.
       metrics: float32 scalars on the devices.
-      tokens: in its batch, over all processes, without padding.
+      tokens: in its batch, over all processes, without padding; on the
+        devices where no host knows.
       document_ids: of its batch, row by row.
       log: write a line, even where `log_every` does not ask for one.
     """
@@ -189,7 +190,7 @@ class Monitor:
     self._check(pending.step, metrics, pending.document_ids)
     self._write()
     self._last_step = pending.step
-    self._tokens += pending.tokens
+    self._tokens += int(pending.tokens)
     self._bar.update(1)
     self._clock.append((now, pending.step, self._tokens))
     if pending.logged:

@@ -44,7 +44,8 @@ class Peak:
 def peak(devices, *, operand_dtype) -> Peak | None:
   """The peak of a mesh's devices; None: of an unknown kind.
 
-  Emulated CPU devices share the machine, so their peak is that of one.
+  Emulated CPU devices share the machine, so their peak is that of one; so do
+  processes on CPUs, where there are several: these are for tests.
 
   Args:
     devices: all devices that the run uses, of one kind.
@@ -53,7 +54,7 @@ def peak(devices, *, operand_dtype) -> Peak | None:
   """
   kind = devices[0].device_kind
   if devices[0].platform == "cpu":
-    rate = measured_rate(devices[0], operand_dtype)
+    rate = measured_rate(jax.local_devices(backend="cpu")[0], operand_dtype)
     name = jnp.dtype(operand_dtype).name
     source = f"{rate / 1e9:.0f} GFLOP/s, measured here: {name} matmuls of a CPU"
     return Peak(rate, source)

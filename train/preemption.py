@@ -5,8 +5,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-import jax
-
 # What a shell reports for a process that SIGTERM ended. A run that was
 # stopped is not a run that is done, so a script must not take it for one.
 EXIT_CODE = 128 + signal.SIGTERM
@@ -31,6 +29,8 @@ def catch_sigterm() -> Iterator[Callable[[int], bool]]:
     `stop(step)`, which tells whether to stop after this step. All processes
     agree on the step, as they must to save together.
   """
+  import jax  # Not at the top: the launcher wants the code, and no JAX.
+
   if jax.process_count() > 1:  # jax.distributed has its own handler.
     from jax.experimental import multihost_utils
 

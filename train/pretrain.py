@@ -48,6 +48,7 @@ def run(config: PretrainConfig, workdir: str) -> Result:
     workdir,
     json.dumps(cli.to_dict(config), indent=2),
     compilation_cache=config.compilation_cache,
+    distributed=config.distributed,
   )
 
   # ---- Devices ----

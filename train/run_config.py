@@ -9,6 +9,7 @@ from typing import Any
 from data.config import DataConfig
 from model.config import ModelConfig
 from sharding.axes import MeshConfig, Rules
+from sharding.distributed import DistributedConfig
 from train.config import (
   SFT_LEARNING_RATE,
   CheckpointConfig,
@@ -57,6 +58,7 @@ class PretrainConfig:
     init_from: weights to continue from, a run folder or a Hugging Face
       folder of the same `model`; None: new weights.
     compilation_cache: folder that keeps compiled programs between runs.
+    distributed: the processes of the run.
   """
 
   model: ModelConfig
@@ -74,6 +76,7 @@ class PretrainConfig:
   seed: int = 0
   init_from: str | None = None
   compilation_cache: str | None = None
+  distributed: DistributedConfig = DistributedConfig()
 
   def __post_init__(self):
     if self.num_steps < 1:
@@ -101,6 +104,7 @@ class SFTConfig:
     monitor: what is written down.
     seed: of dropout; the data has its own.
     compilation_cache: folder that keeps compiled programs between runs.
+    distributed: the processes of the run.
   """
 
   init_from: str
@@ -117,6 +121,7 @@ class SFTConfig:
   monitor: MonitorConfig = MonitorConfig()
   seed: int = 0
   compilation_cache: str | None = None
+  distributed: DistributedConfig = DistributedConfig()
 
   def __post_init__(self):
     for name in ("num_epochs", "num_steps"):

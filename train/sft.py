@@ -46,6 +46,7 @@ def run(config: SFTConfig, workdir: str, *, model: Any = None) -> Result:
     workdir,
     json.dumps(cli.to_dict(config), indent=2),
     compilation_cache=config.compilation_cache,
+    distributed=config.distributed,
   )
 
   # ---- Devices ----

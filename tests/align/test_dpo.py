@@ -12,6 +12,9 @@ from align import dpo
 from sharding.axes import MeshConfig
 from tests.align import tiny
 from tests.tolerances import tolerance
+from tests.train import hosts_run
+from train import monitor
+from train.config import OptimizerConfig
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +93,29 @@ def test_resumes_bitwise(folder, run):
     strict=True,
   ):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["precomputed", "live"])
+def test_two_processes(folder, run, reference, tmp_path):
+  """As one, from the weights of a run."""
+  del run
+  config = tiny.config(
+    folder,
+    init_from=str(folder / "run"),
+    reference=reference,
+    mesh=MeshConfig(data=2, fsdp=2),
+    optimizer=OptimizerConfig(eps=1e-4),
+  )
+  command = hosts_run.command_of("align.dpo", config, tmp_path / "two")
+  hosts_run.launch(command, num_processes=2)
+  one = dpo.run(config, str(tmp_path / "one"))
+  lines = monitor.read(tmp_path / "two" / "metrics.jsonl")
+  rtol = tolerance("mesh")["rtol"]
+  for line, other in zip(lines, one.history, strict=True):
+    for name in ("loss", "held_out_loss"):
+      if name in other:
+        np.testing.assert_allclose(line[name], other[name], rtol=rtol)
 
 
 @pytest.mark.parametrize(

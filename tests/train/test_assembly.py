@@ -13,6 +13,7 @@ from model import accounting
 from model.execution import Execution
 from model.precision import POLICIES
 from sharding.axes import MeshConfig, Rules
+from sharding.distributed import DistributedConfig
 from sharding.mesh import make_mesh
 from tests.train import tiny_run
 from train import assembly, peak
@@ -27,7 +28,10 @@ def mesh():
 def test_the_folder_is_made_and_its_config_replaced(tmp_path):
   for content in ('{"a": 1}', '{"a": 2}'):
     folder = assembly.open_run(
-      str(tmp_path / "new" / "run"), content, compilation_cache=None
+      str(tmp_path / "new" / "run"),
+      content,
+      compilation_cache=None,
+      distributed=DistributedConfig(),
     )
   assert json.loads((folder / "config.json").read_text()) == {"a": 2}
   assert [path.name for path in folder.iterdir()] == ["config.json"]
@@ -81,7 +85,10 @@ def test_the_compilation_cache_is_kept_where_it_is_asked_for(tmp_path):
   before = jax.config.jax_compilation_cache_dir
   try:
     assembly.open_run(
-      str(tmp_path), "{}", compilation_cache=str(tmp_path / "compiled")
+      str(tmp_path),
+      "{}",
+      compilation_cache=str(tmp_path / "compiled"),
+      distributed=DistributedConfig(),
     )
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compiled")
   finally:

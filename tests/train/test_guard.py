@@ -50,3 +50,12 @@ def test_names_documents_and_checkpoint(tmp_path):
     guard.check(
       1, {"loss": float("nan")}, rows, workdir=tmp_path, saver=saver(None)
     )
+
+
+def test_each_process_names_its_own_documents(tmp_path, monkeypatch):
+  monkeypatch.setattr("jax.process_index", lambda: 2)
+  bad = FINE | {"loss": float("nan")}
+  with pytest.raises(guard.NonFiniteError, match=r"nonfinite\.2\.json"):
+    guard.check(3, bad, [["a"]], workdir=tmp_path, saver=saver(None))
+  report = json.loads((tmp_path / "nonfinite.2.json").read_text())
+  assert report["document_ids"] == [["a"]]

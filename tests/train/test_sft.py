@@ -14,9 +14,14 @@ from model.formats import huggingface
 from model.transformer import Transformer
 from sharding.axes import MeshConfig
 from tests.tolerances import tolerance
-from tests.train import tiny_run
-from train import pretrain, sft
-from train.config import MonitorConfig, ScheduleConfig, StepConfig
+from tests.train import hosts_run, tiny_run
+from train import monitor, pretrain, sft
+from train.config import (
+  MonitorConfig,
+  OptimizerConfig,
+  ScheduleConfig,
+  StepConfig,
+)
 from train.run_config import HeldOutConfig, SFTConfig
 
 # One worker: the runs that the tests share are not run twice.
@@ -160,3 +165,23 @@ def test_another_vocabulary(config, model, tmp_path):
   )
   with pytest.raises(ValueError, match=r"320 tokens .*vocab_size=300"):
     sft.run(config, str(tmp_path), model=small)
+
+
+@pytest.mark.slow
+def test_two_processes(config, model, tmp_path):
+  """As one, from the weights of a Hugging Face folder."""
+  huggingface.export(model, tmp_path / "start", family="llama")
+  config = dataclasses.replace(
+    config,
+    init_from=str(tmp_path / "start"),
+    mesh=MeshConfig(data=2, fsdp=2),
+    optimizer=OptimizerConfig(eps=1e-4),
+  )
+  command = hosts_run.command_of("train.sft", config, tmp_path / "two")
+  hosts_run.launch(command, num_processes=2)
+  one = sft.run(config, str(tmp_path / "one"))
+  lines = monitor.read(tmp_path / "two" / "metrics.jsonl")
+  rtol = tolerance("mesh")["rtol"]
+  for line, other in zip(lines, one.history, strict=True):
+    assert line["tokens"] == other["tokens"]
+    np.testing.assert_allclose(line["loss"], other["loss"], rtol=rtol)
