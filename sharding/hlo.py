@@ -221,7 +221,11 @@ class _Module:
           self._visit(called, runs)
 
   def _trips(self, loop: _Instruction) -> int | None:
-    """Iterations of a loop; JAX's count up from 0 to a constant."""
+    """Iterations of a loop that counts up from 0 to a constant.
+
+    JAX's loops count by one. XLA's own, in which parts of a matmul's operand
+    go round while others are multiplied, count by as much as they unroll.
+    """
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.line):
       return int(known[1])
     condition = self.computations[loop.called("condition")[0]]
@@ -229,10 +233,33 @@ class _Module:
       int(limit[1])
       for instruction in condition
       if (
-        limit := re.search(r"= s32\[\]\S* constant\((\d+)\)", instruction.line)
+        limit := re.search(
+          r"= [su]32\[\]\S* constant\((\d+)\)", instruction.line
+        )
       )
     ]
-    return limits[0] if len(limits) == 1 else None
+    if len(limits) != 1:
+      return None
+    return math.ceil(limits[0] / self._step(loop))
+
+  def _step(self, loop: _Instruction) -> int:
+    """What an iteration of a loop adds to its counter."""
+    condition = self.computations[loop.called("condition")[0]]
+    counters = [
+      re.search(r"index=(\d+)", instruction.line)[1]
+      for instruction in condition
+      if instruction.opcode == "get-tuple-element"
+    ]
+    body = self.computations[loop.called("body")[0]]
+    found = {instruction.name: instruction for instruction in body}
+    if len(counters) == 1:
+      counter = found.get(body[-1].operands[int(counters[0])])
+      if counter is not None and counter.opcode == "add":
+        for operand in counter.operands:
+          value = re.search(r" constant\((\d+)\)", found[operand].line)
+          if value:
+            return int(value[1])
+    return 1
 
   def _has(self, name: str, target: str) -> bool:
     return any(

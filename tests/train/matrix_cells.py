@@ -19,7 +19,7 @@ import jax
 from align.preference import dpo_loss
 from sharding.axes import MeshConfig
 from sharding.mesh import make_mesh
-from tests.train import matrix, tiny
+from tests.train import breaks, matrix, tiny
 from train.config import OptimizerConfig
 from train.objective import lm_loss
 
@@ -99,17 +99,20 @@ def compare(cell: matrix.Cell) -> dict[str, dict[str, float]]:
   )
 
 
-def main(part: str, group: str):
-  """Prints the cells of a group of `matrix.cover` or `matrix.whole`."""
+def main(part: str, which: str):
+  """Prints cells: a group of `matrix.cover` or `.whole`, or that of a break."""
   jax.config.update("jax_num_cpu_devices", 8)
   jax.config.update("jax_numpy_rank_promotion", "raise")
-  for cell in getattr(matrix, part)():
-    if cell.group == group:
-      try:
-        found = compare(cell)
-      except Exception:  # The other cells are worth knowing.
-        found = {"error": traceback.format_exc()}
-      print(json.dumps({"cell": cell.name} | found), flush=True)
+  if part == "break":
+    cells = [b.comparison() for b in breaks.BREAKS if b.rule == which]
+  else:
+    cells = [c for c in getattr(matrix, part)() if c.group == which]
+  for cell in cells:
+    try:
+      found = compare(cell)
+    except Exception:  # The other cells are worth knowing.
+      found = {"error": traceback.format_exc()}
+    print(json.dumps({"cell": cell.name} | found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,171 @@
+"""Rules of parallel training, each broken once; the matrix must see it.
+
+A break is an edit of one file of the production code, made in a copy of the
+tree, and the cell that must go red.
+"""
+
+import dataclasses
+
+from tests.train import matrix
+
+
+@dataclasses.dataclass(frozen=True)
+class Break:
+  """One rule.
+
+  Attributes:
+    rule: what is broken, in a few words.
+    file: which file is edited.
+    old: its text, found there once.
+    new: what takes its place.
+    mesh: axis -> devices of the cell.
+    settings: values of factors that the cell needs.
+    cell: other attributes of it.
+  """
+
+  rule: str
+  file: str
+  old: str
+  new: str
+  mesh: dict[str, int]
+  settings: dict[str, object] = dataclasses.field(default_factory=dict)
+  cell: dict[str, object] = dataclasses.field(default_factory=dict)
+
+  def comparison(self) -> matrix.Cell:
+    """The cell, with the first value of every factor that is not said."""
+    mesh = tuple(self.mesh.items())
+    values = {
+      name: self.settings.get(name, choices[0])
+      for name, choices in matrix.factors(mesh).items()
+    }
+    return matrix.Cell(mesh, tuple(values.items()), **self.cell)
+
+
+_STEP, _LOSSES = "train/step.py", "model/losses.py"
+_RING = "pallas_kernels/ring_attention/op.py"
+_ULYSSES = "pallas_kernels/ring_attention/ulysses.py"
+_PLACED = "model/placed_attention.py"
+_RING_OF_2 = dict(mesh=dict(context=2), settings=dict(context="ring"))
+_GATHER_OF_2 = dict(mesh=dict(context=2), settings=dict(context="all_gather"))
+_ULYSSES_OF_2 = dict(mesh=dict(context=2), settings=dict(context="ulysses"))
+_DATA_OF_2 = dict(mesh=dict(data=2), settings=dict(accumulation=4))
+
+BREAKS = [
+  Break(
+    "replicas do not add up their sums",
+    _STEP,
+    "lambda x: jnp.sum(x, axis=0), sums",
+    "lambda x: x[0], sums",
+    **_DATA_OF_2,
+  ),
+  Break(
+    "replicas are averaged, not added: packing weighs rows unequally",
+    _STEP,
+    "lambda x: jnp.sum(x, axis=0), sums",
+    "lambda x: jnp.sum(x, axis=0), dataclasses.replace(sums, grads="
+    "jax.tree.map(lambda g, w=sums.weight: g * (jnp.sum(w) / 2 / w).reshape("
+    "-1, *[1] * (g.ndim - 1)), sums.grads))",
+    **_DATA_OF_2,
+  ),
+  Break(
+    "micro-batches weigh the same",
+    _STEP,
+    "jax.tree.map(jnp.add, total, micro(batch, execution))",
+    "jax.tree.map(lambda a, b: a + b / (b if b.ndim == 0 else 1), total,"
+    " micro(batch, execution))",
+    **_DATA_OF_2,
+  ),
+  Break(
+    "neighbouring rows have one number: dropout repeats",
+    _STEP,
+    '{"row_ids": jnp.arange(B, dtype=jnp.int32)}',
+    '{"row_ids": jnp.arange(B, dtype=jnp.int32) // execution.mesh.size}',
+    mesh=dict(data=2),
+    cell=dict(dropout=True),
+  ),
+  Break(
+    "devices of a sequence do not add up their losses",
+    _LOSSES,
+    "jax.lax.psum(x, tokens) if tokens else x",
+    "x",
+    **_RING_OF_2,
+  ),
+  Break(
+    "a part of the vocabulary passes for the whole",
+    _LOSSES,
+    "vocab_axis=vocab or None",
+    "vocab_axis=None",
+    mesh=dict(tensor=2, context=2),
+  ),
+  Break(
+    "targets keep the old order of tokens",
+    _STEP,
+    "if x.shape[:2] == (B, T) else x",
+    'if x.shape[:2] == (B, T) and name != "targets" else x',
+    **_RING_OF_2,
+  ),
+  Break(
+    "segments are lost where a sequence is split",
+    _PLACED,
+    'segment_ids=rows.get("q_segment_ids")',
+    "segment_ids=None",
+    **_RING_OF_2,
+  ),
+  Break(
+    "the ids of segments do not travel with the keys",
+    _RING,
+    "return (_merged(sums, values(keys)), _shifted(how, keys)), None",
+    "return (_merged(sums, values(keys)),"
+    " _Keys(*_shifted(how, keys[:2]), keys.rows)), None",
+    **_RING_OF_2,
+  ),
+  Break(
+    "the last keys of the ring are not read",
+    _RING,
+    "out, lse = _merged(sums, values(keys))",
+    "out, lse = sums",
+    **_RING_OF_2,
+  ),
+  Break(
+    "gradients of keys stay one device too early",
+    _RING,
+    "grads = dq, *_shifted(how, tuple(dkv))",
+    "grads = dq, *dkv",
+    **_RING_OF_2,
+  ),
+  Break(
+    "gradients of gathered keys are not added up",
+    _RING,
+    "      jax.lax.psum_scatter,\n      axis_name=how.axis_name,\n"
+    "      scatter_dimension=impl.ROWS_AXIS,\n      tiled=True,",
+    "      lambda x: jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("
+    "how.axis_name) * k.shape[impl.ROWS_AXIS], k.shape[impl.ROWS_AXIS],"
+    " impl.ROWS_AXIS),",
+    **_GATHER_OF_2,
+  ),
+  Break(
+    "heads come back in the wrong order of rows",
+    _ULYSSES,
+    "rows = dict(q_positions=gather(positions), k_positions=gather(positions))",
+    "rows = dict(q_positions=gather(positions),"
+    " k_positions=gather(positions)[:, ::-1])",
+    **_ULYSSES_OF_2,
+  ),
+  Break(
+    "every device takes the first key head",
+    _ULYSSES,
+    "head = device * K // num",
+    "head = device * 0",
+    mesh=dict(context=8),
+    settings=dict(context="ulysses"),
+  ),
+  Break(
+    "dropout follows the place of a token, not the token",
+    "model/block.py",
+    "fold(dropout_keys_B, branch), view.numbers",
+    "fold(dropout_keys_B, branch), None",
+    mesh=dict(context=2),
+    settings=dict(context="ring"),
+    cell=dict(dropout=True),
+  ),
+]
