@@ -21,6 +21,11 @@ def num_parameters(config: ModelConfig) -> int:
   return sum(_sizes(config).values())
 
 
+def num_active_parameters(config: ModelConfig) -> int:
+  """Number of weights that a token meets: k of the E experts."""
+  return num_parameters(config) - _idle(config)
+
+
 def flops_per_token(
   config: ModelConfig,
   seq_len: int,
@@ -33,8 +38,9 @@ def flops_per_token(
     forward = 2 (W + 2 N H (A_1 + ... + A_L))
     forward and backward = 3 forward
 
-  W is the number of weights that multiply: all projections and the head,
-  tied or not; the lookup of an embedding multiplies nothing. A_l is how many
+  W is the number of weights that multiply a token: all projections, of E
+  experts k, and the head, tied or not; the lookup of an embedding multiplies
+  nothing. A_l is how many
   keys a query of layer l sees, averaged over the T = `seq_len` queries of a
   row; scores and weighted values take N H multiply-adds for each:
 
@@ -86,14 +92,16 @@ def hardware_flops_per_token(
   attention = _attention_flops(config, seq_len, "exact")
   layers = 2 * (_multiplying(config) - _head_size(config)) + attention
   # What is only added to the residual stream of the next group has no part
-  # in the gradient: its matmul does not run again.
+  # in the gradient: its matmul does not run again. The gradient of a router
+  # needs what experts put out.
+  mlp_down = "mlp.down" if config.moe is None else "moe.shared.down"
   added = {
-    "pre": ("mlp.down",),
-    "parallel": ("mlp.down", "attention.out"),
+    "pre": (mlp_down,),
+    "parallel": (mlp_down, "attention.out"),
     "post": (),
     "sandwich": (),
   }[config.norm_placement]
-  last = sum(2 * _sizes(config)[f"layers.{path}.w"] for path in added)
+  last = sum(2 * _sizes(config).get(f"layers.{path}.w", 0) for path in added)
   again = {
     "none": 0,
     "dots": attention,
@@ -122,9 +130,19 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def _multiplying(config: ModelConfig) -> int:
-  """Weights that every token is multiplied with: those of `Linear`, `w`."""
+  """Weights that a token is multiplied with: those of matrices, `w`."""
   linear = sum(n for path, n in _sizes(config).items() if path.endswith(".w"))
-  return linear + (_head_size(config) if config.tied else 0)
+  return linear - _idle(config) + (_head_size(config) if config.tied else 0)
+
+
+def _idle(config: ModelConfig) -> int:
+  """Weights of the experts that a token does not go to."""
+  moe, sizes = config.moe, _sizes(config)
+  if moe is None:
+    return 0
+  paths = (f"layers.moe.{name}.w" for name in ("gate", "up", "down"))
+  experts = sum(sizes.get(path, 0) for path in paths)
+  return experts // moe.num_experts * (moe.num_experts - moe.num_active)
 
 
 def _head_size(config: ModelConfig) -> int:

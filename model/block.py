@@ -8,6 +8,7 @@ from model.config import ModelConfig
 from model.dropout import dropout, fold
 from model.execution import Execution
 from model.mlp import MLP
+from model.moe import MoE
 from model.norms import Norm
 
 
@@ -19,7 +20,10 @@ class Block(nnx.Module):
     D = config.embed_dim
     self.config = config
     self.attention = Attention(config, rngs=rngs)
-    self.mlp = MLP(config, rngs=rngs)
+    if config.moe is None:
+      self.mlp = MLP(config, rngs=rngs)
+    else:
+      self.moe = MoE(config, rngs=rngs)
     self.attention_norm = Norm(config, rngs=rngs, embed=D)
     self.mlp_norm = Norm(config, rngs=rngs, embed=D)
     if config.norm_placement == "sandwich":
@@ -39,7 +43,8 @@ class Block(nnx.Module):
     """Maps the residual stream; see `Attention` for the arguments.
 
     Returns:
-      The residual stream [B, T, D] and what `cache` gave.
+      The residual stream [B, T, D], what `cache` gave, and the statistics of
+      `MoE` ({} without experts).
     """
     rate = self.config.residual_dropout
     placement = self.config.norm_placement
@@ -64,21 +69,28 @@ class Block(nnx.Module):
 
     def feed(x):
       x = execution.shard(x, ("batch", "seq", None))
-      y = self.mlp(x, execution)
-      return leave(y, 2)
+      if self.config.moe is None:
+        y, stats = self.mlp(x, execution), {}
+      else:
+        y, stats = self.moe(x, view, execution)
+      return leave(y, 2), stats
 
     with jax.named_scope("block"):
       if placement == "post":
         y, new = attend(x)
         x = self.attention_norm(x + y)
-        return self.mlp_norm(x + feed(x)), new
+        y, stats = feed(x)
+        return self.mlp_norm(x + y), new, stats
       if placement == "parallel":
         y, new = attend(self.attention_norm(x))
-        return x + y + feed(self.mlp_norm(x)), new
+        fed, stats = feed(self.mlp_norm(x))
+        return x + y + fed, new, stats
       if placement == "sandwich":
         y, new = attend(self.attention_norm(x))
         x = x + self.attention_post_norm(y)
-        return x + self.mlp_post_norm(feed(self.mlp_norm(x))), new
+        y, stats = feed(self.mlp_norm(x))
+        return x + self.mlp_post_norm(y), new, stats
       y, new = attend(self.attention_norm(x))
       x = x + y
-      return x + feed(self.mlp_norm(x)), new
+      y, stats = feed(self.mlp_norm(x))
+      return x + y, new, stats

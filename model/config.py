@@ -49,6 +49,65 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Moe:
+  """A mixture of experts in place of each layer's feed-forward.
+
+  Attributes:
+    num_experts: E, each a feed-forward of width `model.mlp_dim`.
+    num_active: k, how many experts a token goes to.
+    num_shared: experts that every token goes to besides (arXiv:2401.06066).
+    scores: "softmax" or "sigmoid" (DeepSeek-V3, arXiv:2412.19437, 2.1.2) of
+      the router's logits.
+    normalize: the scores of the chosen experts are divided by their sum.
+    scale: multiplies them after that (V3's routed scaling factor).
+    capacity_factor: c; of a row of T positions an expert takes at most
+      ceil(c k T / E) tokens, the first ones; of the others this expert adds
+      nothing to the residual stream (arXiv:2006.16668, arXiv:2101.03961).
+      None: no limit, nothing is dropped. There is none for new tokens
+      behind a cache.
+    balance_loss: factor of each layer's balance loss (`moe.balance_losses`).
+    z_loss: factor of logsumexp(router logits) ** 2, a layer (ST-MoE,
+      arXiv:2202.08906, equation 5).
+    bias_rate: how far a step moves a bias that decides, with the scores, which
+      experts are chosen, towards experts with few tokens (arXiv:2408.15664);
+      0 keeps the bias as it is, None: there is none.
+  """
+
+  num_experts: int
+  num_active: int
+  num_shared: int = 0
+  scores: Literal["softmax", "sigmoid"] = "softmax"
+  normalize: bool = True
+  scale: float = 1.0
+  capacity_factor: float | None = None
+  balance_loss: float = 0.0
+  z_loss: float = 0.0
+  bias_rate: float | None = None
+
+  def __post_init__(self):
+    _check_choices("model.moe", self)
+    if not 1 <= self.num_active <= self.num_experts:
+      raise ValueError(
+        "model.moe.num_active must be between 1 and"
+        f" model.moe.num_experts={self.num_experts}, got {self.num_active}"
+      )
+    if self.num_shared < 0:
+      raise ValueError(
+        f"model.moe.num_shared must be at least 0, got {self.num_shared}"
+      )
+    if self.capacity_factor is not None and self.capacity_factor <= 0:
+      raise ValueError(
+        "model.moe.capacity_factor must be above 0, or None for no limit; got"
+        f" {self.capacity_factor}"
+      )
+    for name in ("balance_loss", "z_loss", "bias_rate"):
+      if (getattr(self, name) or 0.0) < 0:
+        raise ValueError(
+          f"model.moe.{name} must be at least 0, got {getattr(self, name)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
   """A decoder-only transformer.
 
@@ -59,7 +118,7 @@ class ModelConfig:
     num_heads: N query heads.
     num_kv_heads: K; N for MHA, 1 for MQA, between them GQA.
     head_dim: H, free of D / N.
-    mlp_dim: F.
+    mlp_dim: F; with `moe`, of each expert.
     max_positions: longest sequence the model may see.
     rope: rotary embedding of global layers; None: no positions.
     rope_local: rotary embedding of local layers; None: `rope`.
@@ -78,6 +137,7 @@ class ModelConfig:
     qkv_bias: bias on the query, key and value projections.
     out_bias: bias on the attention output projection.
     mlp_bias: bias on the feed-forward projections.
+    moe: experts in place of the feed-forward of every layer; None: dense.
     activation: "silu", "gelu" (exact), "gelu_tanh" or "relu2"
       (arXiv:2109.08668).
     gated: SwiGLU / GeGLU (arXiv:2002.05202): act(x W_gate) * (x W_up).
@@ -117,6 +177,7 @@ class ModelConfig:
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
+  moe: Moe | None = None
   activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
   gated: bool = True
   attention_scale: float | None = None
@@ -166,6 +227,8 @@ class ModelConfig:
       raise ValueError(
         f"rotary embedding needs an even model.head_dim, got {self.head_dim}"
       )
+    if self.moe is not None and self.mlp_bias:
+      raise ValueError("model.mlp_bias: experts have no bias; set it to False")
     if self.norm_bias and self.norm == "rms":
       raise ValueError("model.norm_bias needs model.norm='layer'")
     for name in ("embed_dropout", "residual_dropout", "attention_dropout"):
@@ -181,7 +244,7 @@ class ModelConfig:
     return tuple(pattern[i % len(pattern)] for i in range(self.num_layers))
 
 
-def _check_choices(owner: str, config: Rope | ModelConfig):
+def _check_choices(owner: str, config: Rope | Moe | ModelConfig):
   """Refuses a value that its field's Literal does not list."""
   for field in dataclasses.fields(config):
     value, choices = getattr(config, field.name), get_args(field.type)

@@ -25,6 +25,7 @@ class Execution:
     loss: implementation of `linear_cross_entropy`.
     context: how queries meet keys where devices share a sequence: "ring",
       "all_gather" (`pallas_kernels/ring_attention`) or "ulysses".
+    experts: implementation of `grouped_matmul`.
     remat: what the backward pass recomputes. "none": nothing; "dots": all
       but matmul results; "block": all but the inputs of every
       `remat_every`-th block; "nested": a scan of scans, both recomputed,
@@ -40,6 +41,7 @@ class Execution:
   attention: str = "auto"
   loss: str = "auto"
   context: Context = "ring"
+  experts: str = "auto"
   remat: Remat = "none"
   remat_every: int = 1
   unroll: int = 1

@@ -23,9 +23,17 @@ ACTIVATIONS = {
 class MLP(nnx.Module):
   """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
 
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    """Declares the weights: gate and up [D, F], down [F, D]."""
-    D, F, bias = config.embed_dim, config.mlp_dim, config.mlp_bias
+  def __init__(
+    self, config: ModelConfig, *, rngs: nnx.Rngs, width: int | None = None
+  ):
+    """Declares the weights: gate and up [D, F], down [F, D].
+
+    Args:
+      config: of the model.
+      rngs: its `params` stream draws the weights.
+      width: F; None: `config.mlp_dim`.
+    """
+    D, F, bias = config.embed_dim, width or config.mlp_dim, config.mlp_bias
     self.activation = config.activation
     widen = functools.partial(
       Linear, "BTD,DF->BTF", weights.fan_in(D), bias=bias, embed=D, mlp=F

@@ -9,7 +9,7 @@ The table of a policy, op by op:
 | matmul accumulation                      | float32                     |
 | matmul results, residual stream          | `activations`               |
 | norms, softmax, soft-caps, rotary, loss, | float32                     |
-| activation functions                     |                             |
+| activation functions, routers            |                             |
 
 Mixed precision with float32 master weights: arXiv:1710.03740.
 """

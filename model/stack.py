@@ -13,14 +13,14 @@ def scan_layers(step, carry, layers, num_layers: int, execution: Execution):
   """`jax.lax.scan` of `step` over layers under the rematerialisation policy.
 
   Args:
-    step: (carry, layer) -> (carry, None).
+    step: (carry, layer) -> (carry, what to collect).
     carry: the residual stream and what travels with it.
     layers: tree of arrays [L, ...].
     num_layers: L.
     execution: `remat`, `remat_every` and `unroll`.
 
   Returns:
-    The last carry.
+    The last carry, and what was collected, stacked to [L, ...].
 
   Raises:
     ValueError: `remat_every` does not divide L.
@@ -28,7 +28,7 @@ def scan_layers(step, carry, layers, num_layers: int, execution: Execution):
   remat = execution.remat
 
   def run(step, carry, layers):
-    return jax.lax.scan(step, carry, layers, unroll=execution.unroll)[0]
+    return jax.lax.scan(step, carry, layers, unroll=execution.unroll)
 
   # Inside a scan nothing can be shared with the forward pass by mistake.
   checkpoint = lambda f, **kw: jax.checkpoint(f, prevent_cse=False, **kw)
@@ -58,8 +58,10 @@ def scan_layers(step, carry, layers, num_layers: int, execution: Execution):
   whole = lambda carry, layer: inner(
     carry, jax.tree.map(jnp.reshape, layer, shapes)
   )
-  outer = checkpoint(lambda carry, layers: (run(whole, carry, layers), None))
-  return run(outer, carry, jax.tree.map(group, layers))
+  outer = checkpoint(lambda carry, layers: run(whole, carry, layers))
+  carry, collected = run(outer, carry, jax.tree.map(group, layers))
+  flat = lambda x: x.reshape(num_layers, *x.shape[2:])
+  return carry, jax.tree.map(flat, collected)
 
 
 def _near_root(n: int) -> int:

@@ -16,12 +16,10 @@ from model.dropout import dropout, fold
 from model.execution import Execution
 from model.kv_cache import KVCache, write, write_layer, write_positions
 from model.linear import Linear
+from model.moe import Stats, summed
 from model.norms import Norm
 from model.precision import einsum
 from model.stack import scan_layers
-
-# Sums that layers report, by name: float32.
-Stats = dict[str, jax.Array]
 
 
 class Embed(nnx.Module):
@@ -252,8 +250,7 @@ class Transformer(nnx.Module):
     kinds = tuple(dict.fromkeys(config.layer_kinds))
     kind_of = np.array([kinds.index(kind) for kind in config.layer_kinds])
     if isinstance(layers, nnx.List):
-      x, kv = self._run_list(x_BTD, kv, view, kind_of, dropout_keys, execution)
-      return x, kv, {}
+      return self._run_list(x_BTD, kv, view, kind_of, dropout_keys, execution)
     if numbers is None:
       numbers = jnp.arange(config.num_layers)
 
@@ -262,7 +259,7 @@ class Transformer(nnx.Module):
       layer, kind, number = scanned
       if len(kinds) == 1:
         kind = 0
-      x, kv = layer(
+      x, kv, stats = layer(
         x,
         view,
         kind=kind,
@@ -270,12 +267,12 @@ class Transformer(nnx.Module):
         dropout_keys_B=fold(dropout_keys, number),
         execution=execution,
       )
-      return (x, kv), None
+      return (x, kv), stats
 
     scanned = layers, jnp.asarray(kind_of)[numbers], numbers
     carry = x_BTD, kv
-    x, kv = scan_layers(step, carry, scanned, len(numbers), execution)
-    return x, kv, {}
+    (x, kv), stats = scan_layers(step, carry, scanned, len(numbers), execution)
+    return x, kv, stats and summed(stats, numbers, config.num_layers)
 
   def _run_list(self, x, kv, view, kind_of, dropout_keys, execution):
     """The same for layers that stand apart, each with a cache of its own."""
@@ -284,10 +281,10 @@ class Transformer(nnx.Module):
         "layers in a list (Transformer.unstacked) are for decoding: wanted"
         f" execution.remat='none', got {execution.remat!r}"
       )
-    news = []
+    news, stats = [], []
     for index, layer in enumerate(self.layers):
       mine = None if kv is None else (kv[0][index], kv[1][index])
-      x, new = layer(
+      x, new, counted = layer(
         x,
         view,
         kind=int(kind_of[index]),
@@ -296,9 +293,12 @@ class Transformer(nnx.Module):
         execution=execution,
       )
       news.append(new)
-    if kv is None:
-      return x, None
-    return x, tuple(zip(*news, strict=True))
+      stats.append(counted)
+    stats = jax.tree.map(lambda *x: jnp.stack(x), *stats)
+    if kv is not None:
+      kv = tuple(zip(*news, strict=True))
+    numbers = jnp.arange(self.config.num_layers)
+    return x, kv, stats and summed(stats, numbers, self.config.num_layers)
 
   def unstacked(self) -> Self:
     """The same model with its layers in a list.

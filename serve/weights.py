@@ -34,7 +34,9 @@ def for_decoding(
     attention = layer.attention
     attention.qkv = _joined([attention.q, attention.k, attention.v])
     del attention.q, attention.k, attention.v
-    layer.mlp.down = _relaid(layer.mlp.down)
+    mlp = layer.mlp if model.config.moe is None else layer.moe.shared
+    if mlp is not None:
+      mlp.down = _relaid(mlp.down)
   if model.config.tied:
     table_DV = model.embed.table[...].T
     model.head = _linear("BTD,DV->BTV", table_DV, None, ("embed", "vocab"))

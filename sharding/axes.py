@@ -28,7 +28,7 @@ LETTERS = {
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 # The mesh axes over which the rows of a batch are split.
-BATCH_AXES = ("data", "fsdp")
+BATCH_AXES = ("data", "fsdp", "expert")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,8 @@ class MeshConfig:
     pipeline: stages that hold different layers.
     data: replicas of the parameters that see different rows of a batch.
     fsdp: shards of parameters and optimizer state; also splits the batch.
-    expert: groups that hold different experts.
+    expert: groups that hold different experts, and different rows of a batch;
+      tokens travel between them.
     context: shards of the sequence inside attention.
     tensor: shards of heads, feed-forward and vocabulary.
   """
@@ -64,7 +65,7 @@ class Rules:
   of an activation is written None: it is never split.
   """
 
-  batch: tuple[str, ...] = ("data", "fsdp")
+  batch: tuple[str, ...] = BATCH_AXES
   seq: tuple[str, ...] = ("context",)
   residual_seq: tuple[str, ...] = ("context", "tensor")
   embed: tuple[str, ...] = ("fsdp",)

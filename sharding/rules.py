@@ -98,7 +98,8 @@ def sharding(
     axes = mesh_axes(name, rules)
     parts = math.prod(mesh.shape[axis] for axis in axes)
     if size % parts:
-      split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+      used = [axis for axis in axes if mesh.shape[axis] > 1]
+      split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in used)
       raise ValueError(
         f"{array}{tuple(names)} of shape {tuple(shape)}: dim {dim} ({name!r},"
         f" size {size}) does not divide by mesh {split} ({parts} parts)."

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from model.config import ModelConfig, Rope
+from model.config import ModelConfig, Moe, Rope
 from model.transformer import Transformer
 from sharding.axes import Rules
 from sharding.rules import tree_shardings
@@ -73,9 +73,9 @@ def _abstract_model(config: ModelConfig, mesh: Mesh, rules: Rules):
 
 def _model_config(values: dict) -> ModelConfig:
   """The config that a manifest holds as JSON."""
-  ropes = {
-    name: None if values[name] is None else Rope(**values[name])
-    for name in ("rope", "rope_local")
+  parts = {
+    name: None if values.get(name) is None else part(**values[name])
+    for name, part in {"rope": Rope, "rope_local": Rope, "moe": Moe}.items()
   }
   pattern = tuple(values["layer_pattern"])
-  return ModelConfig(**(values | ropes | {"layer_pattern": pattern}))
+  return ModelConfig(**(values | parts | {"layer_pattern": pattern}))

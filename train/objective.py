@@ -10,6 +10,7 @@ from model.dropout import row_keys
 from model.execution import Execution
 from model.losses import cross_entropy
 from model.transformer import Transformer
+from train.experts import ROUTER
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -52,6 +53,9 @@ class Objective:
   ) -> tuple[jax.Array, jax.Array, Metrics]:
     """Returns the loss sum, the weight sum and the sums to report.
 
+    Of a model with experts these hold, as "router", its statistics; its router
+    loss is not in the sum.
+
     Args:
       model: the weights.
       batch: `tokens`, `positions`, `segment_ids`, `row_ids` and what the loss
@@ -59,7 +63,7 @@ class Objective:
       key: of dropout; None: evaluation.
       execution: how to run.
     """
-    hidden_BTD, _ = model.forward(
+    hidden_BTD, stats = model.forward(
       batch["tokens"],
       positions=batch["positions"],
       segment_ids=batch["segment_ids"],
@@ -67,6 +71,8 @@ class Objective:
       execution=execution,
     )
     loss, aux = self.loss(model, hidden_BTD, batch, execution)
+    if stats:
+      aux = aux | {ROUTER: stats}
     return loss, self.weight(batch), aux
 
 

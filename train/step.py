@@ -19,6 +19,7 @@ from model.execution import Execution
 from pallas_kernels.ring_attention.order import permutation
 from sharding.arrays import batch_sharding, check_batch_size
 from sharding.rules import replicated
+from train import experts
 from train.objective import Batch, Metrics, Objective
 from train.optimizers import Optimizer, global_norm
 from train.state import TrainState, step_key
@@ -66,7 +67,8 @@ def make_train_step(
   (for language models: trained tokens), grad_norm (before clipping),
   clip_factor, param_norm, learning_rate, nonfinite (1: the loss or the
   gradient is not finite; the state is spoilt), and every aux sum of the loss
-  over the weight.
+  over the weight. For a model with experts also those of `experts.metrics`;
+  what is minimised is loss + router_loss.
 
   With accumulation, gradients cross the mesh axes that replicate the weights
   (`data`) once a step: each replica adds up its own. Over `fsdp` they are
@@ -99,6 +101,8 @@ def make_train_step(
       rows_per_example=rows_per_example,
     )
     batch = _prepared(batch, execution)
+    if experts.has_experts(state.model):
+      batch = experts.with_router_weights(batch, objective.weight(batch))
     sums = _gradient_sums(
       objective,
       state.model,
@@ -114,6 +118,11 @@ def make_train_step(
     model, opt_state, metrics = optimizer.update(
       grads, state.opt_state, state.model, state.step
     )
+    aux = dict(sums.aux)
+    if experts.ROUTER in aux:
+      stats = aux.pop(experts.ROUTER)
+      model = experts.rebalanced(model, stats)
+      metrics |= experts.metrics(stats, weight, batch)
     loss = sums.loss / weight
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
     metrics |= {
@@ -122,9 +131,9 @@ def make_train_step(
       "param_norm": global_norm(model),
       "nonfinite": 1.0 - finite.astype(jnp.float32),
     }
-    clash = metrics.keys() & sums.aux.keys()
+    clash = metrics.keys() & aux.keys()
     assert not clash, f"the loss names its aux like a metric: {clash}"
-    metrics |= {name: value / weight for name, value in sums.aux.items()}
+    metrics |= {name: value / weight for name, value in aux.items()}
     state = TrainState(
       step=state.step + 1, model=model, opt_state=opt_state, rng=state.rng
     )
@@ -158,7 +167,8 @@ def make_eval_step(
     num_rows = len(batch["tokens"])
     check_batch_size(num_rows, mesh, rules)
     batch = _prepared(batch, execution)
-    return objective(model, batch, None, execution)
+    loss, weight, aux = objective(model, batch, None, execution)
+    return loss, weight, {k: v for k, v in aux.items() if k != experts.ROUTER}
 
   return jax.jit(
     eval_step,
@@ -213,11 +223,15 @@ def _gradient_sums(
   def micro(batch: Batch, execution: Execution) -> _Sums:
     def loss(model):
       total, weight, aux = objective(model, batch, key, execution)
-      return total, (weight, aux)
+      minimised = total
+      if experts.ROUTER in aux:
+        stats = experts.batch_sums(aux[experts.ROUTER], batch)
+        minimised += stats["loss"]
+        aux = aux | {experts.ROUTER: stats}
+      return minimised, (total, weight, aux)
 
-    (total, (weight, aux)), grads = jax.value_and_grad(loss, has_aux=True)(
-      model
-    )
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    (_, (total, weight, aux)), grads = gradient(model)
     # Said, not left to XLA's propagation: each goes where its weight is.
     grads = jax.lax.with_sharding_constraint(grads, model_shardings)
     return _Sums(total, weight, aux, grads)

@@ -13,9 +13,10 @@ from model.accounting import (
   flops_per_token,
   hardware_flops_per_token,
   kv_bytes_per_token,
+  num_active_parameters,
   num_parameters,
 )
-from model.config import ModelConfig, Rope
+from model.config import ModelConfig, Moe, Rope
 from model.execution import Execution
 from model.kv_cache import KVCache
 from model.losses import cross_entropy
@@ -212,3 +213,37 @@ def test_kv_bytes_are_those_of_the_cache(dtype):
   cache = jax.eval_shape(lambda: KVCache.zeros(CONFIG, 5, 11, dtype))
   real = sum(x.size * x.dtype.itemsize for x in (cache.k, cache.v))
   assert kv_bytes_per_token(CONFIG, dtype) * 5 * 11 == real
+
+
+EXPERTS = Moe(num_experts=5, num_active=2, num_shared=1, bias_rate=0.0)
+
+
+def test_active_and_all_parameters_of_experts():
+  D, F, L = CONFIG.embed_dim, CONFIG.mlp_dim, CONFIG.num_layers
+  config = dataclasses.replace(CONFIG, moe=EXPERTS)
+  dense = closed_form(CONFIG)
+  # The MLP is now the shared expert; a router has a matrix and a bias.
+  router, expert = 5 * D + 5, 3 * D * F
+  assert num_parameters(config) == dense + L * (router + 5 * expert)
+  assert num_active_parameters(config) == dense + L * (router + 2 * expert)
+  assert num_active_parameters(CONFIG) == num_parameters(CONFIG)
+  more = L * 2 * (5 * D + 2 * expert)
+  got = flops_per_token(config, 22, backward=False)
+  assert got == flops_per_token(CONFIG, 22, backward=False) + more
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "block", "nested"])
+@pytest.mark.parametrize("placement", ["pre", "post", "parallel"])
+def test_hardware_flops_of_experts_are_those_of_the_program(remat, placement):
+  config = dataclasses.replace(
+    CONFIG, causal=False, moe=EXPERTS, norm_placement=placement
+  )
+  tokens = jax.ShapeDtypeStruct((2, 22), jnp.int32)
+  # This form multiplies every row with every expert, and so says how often
+  # the matmuls of the experts run.
+  execution = Execution(remat=remat, experts="reference")
+  got = program_flops(config, tokens, execution)
+  again = {"none": 0, "dots": 0, "block": 1, "nested": 2}[remat]
+  forward = 2 * 3 * 2 * 3 * CONFIG.embed_dim * CONFIG.mlp_dim
+  in_vain = (EXPERTS.num_experts - 1) * (3 + again) * forward
+  assert got == hardware_flops_per_token(config, 22, remat) + in_vain

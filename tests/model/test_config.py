@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from model.config import Rope
-from tests.model.tiny import CONFIG
+from tests.model.tiny import CONFIG, MOE
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,32 @@ from tests.model.tiny import CONFIG
     ({"layer_pattern": ("sliding",), "window": 3}, "made of 'global' and"),
     ({"norm": "batch"}, "norm must be one of .*'rms', 'layer'"),
     ({"norm_placement": "before"}, "norm_placement must be one of"),
+    ({"moe": MOE, "mlp_bias": True}, "experts have no bias; set it to False"),
   ],
   ids=str,
 )
 def test_refuses(change, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(CONFIG, **change)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"num_active": 0}, "num_active must be between 1 and .*=7, got 0"),
+    ({"num_active": 8}, "num_active must be between 1 and .*=7, got 8"),
+    ({"num_shared": -1}, "num_shared must be at least 0, got -1"),
+    ({"scores": "tanh"}, "moe.scores must be one of .*, got 'tanh'"),
+    ({"capacity_factor": 0.0}, "above 0, or None for no limit; got 0.0"),
+    ({"balance_loss": -0.1}, "balance_loss must be at least 0, got -0.1"),
+    ({"z_loss": -0.1}, "z_loss must be at least 0, got -0.1"),
+    ({"bias_rate": -0.1}, "bias_rate must be at least 0, got -0.1"),
+  ],
+  ids=str,
+)
+def test_refuses_experts(change, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(MOE, **change)
 
 
 def test_refuses_unknown_scaling():

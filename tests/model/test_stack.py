@@ -27,12 +27,17 @@ def step(x, layer):
   """A matmul whose result "dots" keeps, and much else worth keeping."""
   w, index = layer
   y = checkpoint_name(x @ w, SAVED_NAME)
-  return jnp.tanh(jnp.sin(jnp.cos(y) * jnp.sin(2 * y))) + 0.1 * index, None
+  x = jnp.tanh(jnp.sin(jnp.cos(y) * jnp.sin(2 * y))) + 0.1 * index
+  return x, {"index": index, "mean": jnp.mean(x, axis=1)}
+
+
+def run_all(x, w, execution):
+  layers = w, jnp.arange(w.shape[0])
+  return scan_layers(step, x, layers, w.shape[0], execution)
 
 
 def run(x, w, execution):
-  layers = w, jnp.arange(w.shape[0])
-  return scan_layers(step, x, layers, w.shape[0], execution)
+  return run_all(x, w, execution)[0]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -51,6 +56,18 @@ def test_equals_a_plain_loop(mode):
   both = [gradient(f)(x, w) for f in (scanned, loop)]
   for got, want in zip(*map(jax.tree.leaves, both), strict=True):
     np.testing.assert_allclose(got, want, **tolerance("gradient"))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_collects_in_the_order_of_layers(mode):
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(3, D)).astype("float32")
+  w = rng.normal(0, 0.3, (L, D, D)).astype("float32")
+  got = run_all(x, w, Execution(**mode))[1]
+  np.testing.assert_array_equal(got["index"], np.arange(L))
+  for i in range(L):
+    x, want = step(x, (w[i], i))
+    np.testing.assert_allclose(got["mean"][i], want["mean"], rtol=1e-5)
 
 
 def temporary_bytes(num_layers: int, **mode) -> int:

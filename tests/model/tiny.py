@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from model.config import ModelConfig, Rope
+from model.config import ModelConfig, Moe, Rope
 from model.transformer import Transformer
 
 # No two sizes alike, no size divisible by another's.
@@ -21,6 +21,10 @@ CONFIG = ModelConfig(
   mlp_dim=28,
   max_positions=64,
   rope=Rope(theta=100.0),
+)
+
+MOE = Moe(
+  num_experts=7, num_active=3, num_shared=1, scores="sigmoid", bias_rate=0.1
 )
 
 

@@ -34,6 +34,7 @@ KINDS = {
   "soft-caps, tied": dict(
     attention_softcap=2.0, logit_softcap=3.0, tied=True, qk_norm=True
   ),
+  "experts": dict(moe=tiny.MOE),
 }
 
 

@@ -19,6 +19,7 @@ from tests.tolerances import tolerance
     dict(qkv_bias=True, qk_norm=True),
     dict(tied=True, out_bias=True, mlp_bias=True, logit_scale=0.5),
     dict(gated=False, activation="gelu"),
+    dict(moe=tiny.MOE),
   ],
 )
 def test_same_logits(changes):

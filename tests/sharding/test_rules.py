@@ -27,10 +27,10 @@ def mesh():
     (("embed", "heads", "head_dim"), P("fsdp", "tensor", None)),
     (("vocab", "embed"), P("tensor", "fsdp")),
     (("layers", "mlp", "embed"), P(None, "tensor", "fsdp")),
-    (("batch", "seq", None), P(("data", "fsdp"), "context", None)),
+    (("batch", "seq", None), P(("data", "fsdp", "expert"), "context", None)),
     (
       ("batch", "residual_seq", None),
-      P(("data", "fsdp"), ("context", "tensor"), None),
+      P(("data", "fsdp", "expert"), ("context", "tensor"), None),
     ),
     ((), P()),
   ],

@@ -16,10 +16,15 @@ Mesh = tuple[tuple[str, int], ...]
 SIZES = {
   "data": (8, 2, 4),
   "fsdp": (8, 2, 4),
+  "expert": (8, 2, 4),
   "context": (8, 2, 4),
   "tensor": (4, 2, 4),
 }
-TRIPLES = (("data", "fsdp", "tensor"), ("fsdp", "context", "tensor"))
+TRIPLES = (
+  ("data", "fsdp", "tensor"),
+  ("fsdp", "context", "tensor"),
+  ("expert", "context", "tensor"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Factor:
 
 
 FACTORS = {
-  "model": Factor(("gqa", "mha")),
+  "model": Factor(("gqa", "moe", "moe_capacity", "mha")),
   "packed": Factor((True, False)),
   "optimizer": Factor(("sgd", "adamw")),
   "accumulation": Factor((1, 4)),
@@ -144,6 +149,8 @@ def others() -> list[Cell]:
     cell(first, "dpo", packed=False),
     cell(second, "dpo", packed=False),
     cell(second, dropout=True),
+    cell(["data", "expert"], "dpo", packed=False, model="moe"),
+    cell(["data", "expert"], **kernels | dict(model="moe")),
     *[cell([axis], **kernels) for axis in ("data", "fsdp", "tensor")],
     cell(["context"], context="ring", accumulation=1, **kernels),
   ]

@@ -29,7 +29,12 @@ OPTIMIZERS = {
   # With eps 1e-8 the rounding of gradients near 0 alone reaches 2e-5.
   "adamw": OptimizerConfig(eps=1e-4),
 }
-MODELS = {"gqa": tiny.GQA, "mha": tiny.MHA}
+MODELS = {
+  "gqa": tiny.GQA,
+  "mha": tiny.MHA,
+  "moe": tiny.MOE,
+  "moe_capacity": tiny.MOE_CAPACITY,
+}
 OBJECTIVES = {
   "pretrain": lm_loss(z_loss=1e-3),
   "sft": lm_loss(),
@@ -80,7 +85,7 @@ def compare(cell: matrix.Cell) -> dict[str, dict[str, float]]:
   mesh = make_mesh(MeshConfig(**{"fsdp": 1} | dict(cell.mesh)))
   settings = {name: of[name] for name in STEP if name in of}
   if cell.kernels:  # The one device runs what XLA makes of plain JAX.
-    settings |= dict(attention="tpu", loss="tpu")
+    settings |= dict(attention="tpu", loss="tpu", experts="tpu")
   ours = train(cell, mesh, **settings)
   same = tuple((k, v) for k, v in cell.settings if k not in STEP)
   theirs = one_device(

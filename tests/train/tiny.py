@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from model.config import ModelConfig, Rope
+from model.config import ModelConfig, Moe, Rope
 from model.execution import Execution
 from model.transformer import Transformer
 from sharding.arrays import to_global
@@ -38,6 +38,33 @@ MHA = ModelConfig(
 )
 # Two query heads a key/value head, and a head that shares the table.
 GQA = dataclasses.replace(MHA, num_kv_heads=4, tied=True)
+# All that a router can do; its losses are as large as the loss.
+MOE = dataclasses.replace(
+  GQA,
+  num_layers=2,
+  mlp_dim=40,
+  moe=Moe(
+    num_experts=16,
+    num_active=3,
+    num_shared=1,
+    scores="sigmoid",
+    scale=1.5,
+    balance_loss=1.0,
+    z_loss=0.1,
+    bias_rate=0.05,
+  ),
+)
+# The form in which experts have a limit.
+MOE_CAPACITY = dataclasses.replace(
+  MOE,
+  moe=Moe(
+    num_experts=8,
+    num_active=2,
+    capacity_factor=1.1,
+    balance_loss=1.0,
+    z_loss=0.1,
+  ),
+)
 ROWS, LENGTH = 16, 24
 OBJECTIVE = lm_loss(z_loss=1e-3)
 
