@@ -1,6 +1,7 @@
 """A family: how its checkpoints call what our decoder has. No forward code.
 
-Name maps go from our path to theirs, "{layer}" being the number of a layer.
+Name maps go from our path to theirs, "{layer}" being the number of a layer and
+"{expert}" that of an expert.
 Both formats store a matrix as [outputs, inputs] and know no heads; ours is
 [inputs, outputs] with heads apart. That is the same for every matrix, so maps
 hold names only (`model/formats/weights_map.py` turns the arrays).
@@ -51,6 +52,13 @@ HUGGINGFACE_SANDWICH = HUGGINGFACE | {
     "model.layers.{layer}.post_feedforward_layernorm.weight",
 }  # fmt: skip
 
+# Without a dense feed-forward; what it is called differs.
+HUGGINGFACE_ATTENTION = {
+  path: name
+  for path, name in HUGGINGFACE.items()
+  if not path.startswith("layers.mlp.")
+}
+
 # GGUF has one name for a role in all architectures.
 GGUF = {
   "embed.table": "token_embd.weight",
@@ -89,7 +97,8 @@ class Family:
     names: our path -> Hugging Face name.
     read: fields of config.json -> arguments of ModelConfig.
     write: the inverse.
-    gguf_architecture: `general.architecture` of its GGUF files.
+    gguf_architecture: `general.architecture` of its GGUF files; None: they are
+      not read.
     read_gguf: arguments that GGUF files of this architecture add to those
       that all share, from their fields and the shared arguments.
     gguf_permutes: rows of q and k are interleaved for llama.cpp's rotary
@@ -101,8 +110,8 @@ class Family:
   names: Mapping[str, str]
   read: Callable[[Fields], dict[str, Any]]
   write: Callable[[ModelConfig], dict[str, Any]]
-  gguf_architecture: str
-  read_gguf: Callable[[Fields, dict[str, Any]], dict[str, Any]]
+  gguf_architecture: str | None = None
+  read_gguf: Callable[[Fields, dict[str, Any]], dict[str, Any]] | None = None
   gguf_permutes: bool = False
 
   def config(self, values: Mapping[str, Any]) -> ModelConfig:
@@ -124,6 +133,7 @@ class Family:
     Raises:
       ValueError: transformers has no way to say this in this family.
     """
+    config = _finished(config)
     values = {
       "architectures": [self.architecture],
       "model_type": self.model_type,
@@ -149,3 +159,11 @@ class Family:
 
 # They do not change what a finished model computes.
 _TRAINING_ONLY = ("embed_dropout", "residual_dropout")
+
+
+def _finished(config: ModelConfig) -> ModelConfig:
+  """The model without what only training reads of its router."""
+  if config.moe is None:
+    return config
+  moe = dataclasses.replace(config.moe, balance_loss=0.0, z_loss=0.0)
+  return dataclasses.replace(config, moe=moe)

@@ -2,12 +2,30 @@
 
 import difflib
 
-from model.families import gemma2, gemma3, llama, mistral, qwen2, qwen3
+from model.families import (
+  gemma2,
+  gemma3,
+  llama,
+  mistral,
+  mixtral,
+  qwen2,
+  qwen3,
+  qwen3_moe,
+)
 from model.families.family import Family
 
 FAMILIES = {
   module.FAMILY.model_type: module.FAMILY
-  for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3)
+  for module in (
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    gemma2,
+    gemma3,
+  )
 }
 
 

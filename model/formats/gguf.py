@@ -49,7 +49,11 @@ def load_config(reader: gguf.GGUFReader) -> tuple[Family, ModelConfig]:
       decoder does not compute.
   """
   architecture = _value(reader, "general.architecture")
-  families = {f.gguf_architecture: f for f in registry.FAMILIES.values()}
+  families = {
+    f.gguf_architecture: f
+    for f in registry.FAMILIES.values()
+    if f.gguf_architecture is not None
+  }
   # Llama and Mistral share one name; a file cannot tell them apart.
   families["llama"] = registry.find("llama")
   if architecture not in families:

@@ -1,7 +1,7 @@
 """Between our stacked arrays and one tensor a layer, one tensor at a time.
 
 Checkpoints store a matrix as [outputs, inputs], with heads folded in; ours is
-[inputs, outputs] with heads apart and layers stacked in front.
+[inputs, outputs] with heads apart, and layers, then experts, stacked in front.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -22,6 +22,7 @@ _FLOATS = tuple(
   np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 )
 _MAX_LISTED = 8  # names in one message
+_STACKED = ("{layer}", "{expert}")  # in names: dims in front, in this order
 
 
 class Source(Protocol):
@@ -53,7 +54,8 @@ def load(
 
   Args:
     config: what the model is.
-    names: our path -> name in the checkpoint, of a family.
+    names: our path -> name in the checkpoint, of a family; "{layer}" and
+      "{expert}" stand for the numbers of what we stack.
     source: the checkpoint.
     ignored: tensors that need not be used.
     mesh: where to place the arrays; None: the default device.
@@ -65,7 +67,7 @@ def load(
   """
   abstract = jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
   leaves, tree = _flatten(abstract)
-  _check(config, names, leaves, source, ignored)
+  _check(names, leaves, source, ignored)
   if mesh is None:
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = [device] * len(leaves)
@@ -97,16 +99,14 @@ def tensors(
   _check_map(names, leaves)
   for path, leaf in leaves.items():
     ours = np.asarray(leaf.get_value())
-    stacked = path.startswith("layers.")
-    for layer, one in enumerate(ours if stacked else ours[None]):
-      theirs = one
+    for index, name in _each(names[path], leaf.shape):
+      theirs = one = ours[index]
       if path.endswith(".w"):
         theirs = one.reshape(_matrix(leaf, one.shape)).T
       elif path.endswith(".b"):
         theirs = one.reshape(-1)
       # Writers take the raw buffer: a transposed view would be stored wrong.
-      theirs = np.ascontiguousarray(theirs, dtype=dtype)
-      yield names[path].format(layer=layer), theirs
+      yield name, np.ascontiguousarray(theirs, dtype=dtype)
 
 
 def _is_variable(x) -> bool:
@@ -123,8 +123,21 @@ def _flatten(model) -> tuple[dict[str, nnx.Variable], jax.tree_util.PyTreeDef]:
   return named, tree
 
 
+def _num_stacked(name: str) -> int:
+  """How many dims in front of our array one tensor of theirs lacks."""
+  return sum(field in name for field in _STACKED)
+
+
+def _each(name: str, shape) -> Iterator[tuple[tuple[int, ...], str]]:
+  """Each tensor of an array of ours: where it stands in it, and its name."""
+  fields = [field for field in _STACKED if field in name]
+  for index in np.ndindex(*shape[: len(fields)]):
+    numbers = {f[1:-1]: i for f, i in zip(fields, index, strict=True)}
+    yield index, name.format(**numbers)
+
+
 def _matrix(leaf: nnx.Variable, shape: tuple[int, ...]) -> tuple[int, int]:
-  """[inputs, outputs] of a projection of `shape` (without layers).
+  """[inputs, outputs] of a projection of `shape` (of one layer and expert).
 
   What leads back into the residual stream has one output dim, "embed"; all
   others have one input dim.
@@ -133,9 +146,9 @@ def _matrix(leaf: nnx.Variable, shape: tuple[int, ...]) -> tuple[int, int]:
   return int(np.prod(shape[:split])), int(np.prod(shape[split:]))
 
 
-def _stored_shape(path: str, leaf: nnx.Variable) -> tuple[int, ...]:
+def _stored_shape(path: str, leaf: nnx.Variable, name: str) -> tuple[int, ...]:
   """The shape of a leaf's tensors in a checkpoint."""
-  shape = leaf.shape[1:] if path.startswith("layers.") else leaf.shape
+  shape = leaf.shape[_num_stacked(name) :]
   if path.endswith(".w"):
     return _matrix(leaf, shape)[::-1]
   return (int(np.prod(shape)),) if path.endswith(".b") else tuple(shape)
@@ -147,15 +160,13 @@ def _check_map(names: Mapping[str, str], leaves: Mapping) -> None:
     raise ValueError(f"this family has no name for {', '.join(unnamed)}")
 
 
-def _check(config, names, leaves, source: Source, ignored: Set[str]) -> None:
+def _check(names, leaves, source: Source, ignored: Set[str]) -> None:
   """Raises ValueError unless the checkpoint is exactly of this model."""
   _check_map(names, leaves)
   wanted = {}
   for path, leaf in leaves.items():
-    layers = config.num_layers if path.startswith("layers.") else 1
-    for layer in range(layers):
-      name = names[path].format(layer=layer)
-      wanted[name] = _stored_shape(path, leaf)
+    shape = _stored_shape(path, leaf, names[path])
+    wanted |= {name: shape for _, name in _each(names[path], leaf.shape)}
   have = source.names()
   shapes = {n: source.shape(n) for n in wanted if n in have}
   problems = {
@@ -181,30 +192,28 @@ def _check(config, names, leaves, source: Source, ignored: Set[str]) -> None:
 
 def _fill(path, leaf, name, source: Source, sharding) -> jax.Array:
   """One of our arrays: every distinct shard is copied out of each tensor."""
-  shape, stacked = leaf.shape, path.startswith("layers.")
-  whole = shape if stacked else (1, *shape)
+  shape, stacked = leaf.shape, _num_stacked(name)
   pieces = {}
   for index in sharding.addressable_devices_indices_map(shape).values():
-    bounds = (
-      _bounds(index, shape) if stacked else ((0, 1), *_bounds(index, shape))
-    )
-    pieces.setdefault(
-      bounds, np.empty([stop - start for start, stop in bounds], np.float32)
-    )
-  for layer in range(whole[0]):
-    wanted = [b for b in pieces if b[0][0] <= layer < b[0][1]]
+    bounds = _bounds(index, shape)
+    size = [stop - start for start, stop in bounds]
+    pieces.setdefault(bounds, np.empty(size, np.float32))
+  for index, tensor in _each(name, shape):
+    wanted = [
+      bounds
+      for bounds in pieces
+      if all(a <= i < b for i, (a, b) in zip(index, bounds))
+    ]
     if not wanted:
       continue
-    one = _read(source, name.format(layer=layer))
-    one = (one.T if path.endswith(".w") else one).reshape(whole[1:])
+    one = _read(source, tensor)
+    one = (one.T if path.endswith(".w") else one).reshape(shape[stacked:])
     for bounds in wanted:
-      window = tuple(slice(*b) for b in bounds[1:])
-      pieces[bounds][layer - bounds[0][0]] = one[window]
+      at = tuple(i - start for i, (start, _) in zip(index, bounds))
+      window = tuple(slice(*b) for b in bounds[stacked:])
+      pieces[bounds][at] = one[window]
 
-  def piece(index):
-    bounds = _bounds(index, shape)
-    return pieces[bounds] if stacked else pieces[((0, 1), *bounds)][0]
-
+  piece = lambda index: pieces[_bounds(index, shape)]
   return jax.make_array_from_callback(shape, sharding, piece)
 
 

@@ -99,6 +99,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "attention_bias": False,
     "tie_word_embeddings": True,
   },
+  "mixtral": _SIZES | _SILU | {
+    "model_type": "mixtral",
+    "rope_theta": 10_000.0,
+    "sliding_window": 7,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+  },
+  "qwen3_moe": _SIZES | _SILU | {
+    "model_type": "qwen3_moe",
+    "rope_theta": 1000.0,
+    "moe_intermediate_size": 13,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+  },
   "gemma2": _SIZES | _GEMMA | {
     "model_type": "gemma2",
     "num_hidden_layers": 3,

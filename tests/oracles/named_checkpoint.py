@@ -41,12 +41,26 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     "self_attn.k_proj.weight": (keys, D),
     "self_attn.v_proj.weight": (keys, D),
     "self_attn.o_proj.weight": (D, queries),
-    "mlp.gate_proj.weight": (F, D),
-    "mlp.up_proj.weight": (F, D),
-    "mlp.down_proj.weight": (D, F),
     "input_layernorm.weight": (D,),
     "post_attention_layernorm.weight": (D,),
   }
+  if family == "mixtral":
+    E, experts = config["num_local_experts"], "block_sparse_moe"
+    projections = {"w1": (F, D), "w3": (F, D), "w2": (D, F)}
+  else:
+    E, experts = config.get("num_experts"), "mlp"
+    F = config.get("moe_intermediate_size", F)
+    names = ("gate_proj", "up_proj", "down_proj")
+    projections = dict(zip(names, ((F, D), (F, D), (D, F))))
+  if E is None:
+    layer |= {f"mlp.{k}.weight": shape for k, shape in projections.items()}
+  else:
+    layer[f"{experts}.gate.weight"] = (E, D)
+    layer |= {
+      f"{experts}.experts.{e}.{k}.weight": shape
+      for e in range(E)
+      for k, shape in projections.items()
+    }
   if attention_bias or family == "qwen2":
     layer |= {
       "self_attn.q_proj.bias": (queries,),
@@ -61,7 +75,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
       "mlp.up_proj.bias": (F,),
       "mlp.down_proj.bias": (D,),
     }
-  if family in ("qwen3", "gemma3_text"):
+  if family in ("qwen3", "qwen3_moe", "gemma3_text"):
     layer |= {
       "self_attn.q_norm.weight": (H,),
       "self_attn.k_norm.weight": (H,),

@@ -13,8 +13,10 @@ from model.families import (
   gemma3,
   llama,
   mistral,
+  mixtral,
   qwen2,
   qwen3,
+  qwen3_moe,
   registry,
 )
 from model.transformer import Transformer
@@ -48,6 +50,10 @@ PUBLISHED = {
   qwen3.qwen3_8b: 8_190_735_360,
   qwen3.qwen3_14b: 14_768_307_200,
   qwen3.qwen3_32b: 32_762_123_264,
+  mixtral.mixtral_8x7b: 46_702_792_704,
+  mixtral.mixtral_8x22b: 140_620_634_112,
+  qwen3_moe.qwen3_30b_a3b: 30_532_122_624,
+  qwen3_moe.qwen3_235b_a22b: 235_093_634_560,
   gemma2.gemma2_2b: 2_614_341_888,
   gemma2.gemma2_9b: 9_241_705_984,
   gemma2.gemma2_27b: 27_227_128_320,
@@ -58,9 +64,10 @@ PUBLISHED = {
   gemma3.gemma3_12b: 11_766_034_176,
   gemma3.gemma3_27b: 27_009_346_304,
 }
+MODULES = llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3
 FAMILY_OF = {
   preset: registry.FAMILIES[module.FAMILY.model_type]
-  for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3)
+  for module in MODULES
   for preset in PUBLISHED
   if preset.__module__ == module.__name__
 }
@@ -144,6 +151,12 @@ def test_gemma_patterns_start_local():
       {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
       "'rope_theta' is missing or null",
     ),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    ("mixtral", {"num_local_experts": None}, "'num_local_experts' is missing"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not"),
+    ("qwen3_moe", {"norm_topk_prob": None}, "'norm_topk_prob' is missing"),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "does not know"),
     ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
     (
       "gemma2",
@@ -229,3 +242,34 @@ def test_a_model_beyond_the_family_is_refused():
   ):
     with pytest.raises(ValueError, match=f"model.{next(iter(change))}"):
       family.config_json(dataclasses.replace(config, **change))
+
+
+def test_what_a_family_with_experts_cannot_say_is_refused():
+  family, values = case("mixtral")
+  config = family.config(values)
+  for change in (
+    {"num_shared": 1},
+    {"scores": "sigmoid"},
+    {"normalize": False},
+    {"scale": 2.0},
+    {"bias_rate": 0.1},
+    {"capacity_factor": 1.0},
+  ):
+    moe = dataclasses.replace(config.moe, **change)
+    with pytest.raises(ValueError, match=f"model.moe=.*{next(iter(change))}"):
+      family.config_json(dataclasses.replace(config, moe=moe))
+  # Losses are of training alone.
+  moe = dataclasses.replace(config.moe, balance_loss=0.1, z_loss=0.1)
+  trained = dataclasses.replace(config, moe=moe)
+  assert family.config_json(trained) == family.config_json(config)
+  with pytest.raises(ValueError, match="model.moe is None"):
+    family.config_json(dataclasses.replace(config, moe=None))
+  with pytest.raises(ValueError, match="cannot express this model: model.moe="):
+    case("mistral")[0].config_json(config)
+
+
+def test_the_name_of_transformers_5_for_the_number_of_experts():
+  family, values = case("qwen3_moe")
+  renamed = dict(values)
+  renamed["num_local_experts"] = renamed.pop("num_experts")
+  assert family.config(renamed) == family.config(values)

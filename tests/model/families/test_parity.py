@@ -44,6 +44,16 @@ FEATURES = {
     "yarn attention factor": {"rope.attention_factor": None},
     "yarn truncate": {"rope.truncate": True},
   },
+  "mixtral": {
+    "window": {"layer_pattern": ("global",)},
+    "experts a token": {"moe.num_active": 1},
+    "normalised scores": {"moe.normalize": False},
+  },
+  "qwen3_moe": {
+    "qk norm": {"qk_norm": False},
+    "experts a token": {"moe.num_active": 2},
+    "scores as they are": {"moe.normalize": True},
+  },
   "gemma2": {
     "window": {"layer_pattern": ("global",)},
     "local first": {"layer_pattern": ("global", "local")},
@@ -81,11 +91,13 @@ def config_of(case: str) -> ModelConfig:
 
 def change(config: ModelConfig, what: dict) -> ModelConfig:
   """`dataclasses.replace`, "rope.x" reaching into the rotary embedding."""
-  rope = {k[5:]: v for k, v in what.items() if k.startswith("rope.")}
-  other = {k: v for k, v in what.items() if not k.startswith("rope.")}
-  if rope:
-    other["rope"] = dataclasses.replace(config.rope, **rope)
-  return dataclasses.replace(config, **other)
+  for name, value in what.items():
+    if "." in name:
+      part, name = name.split(".")
+      value = dataclasses.replace(getattr(config, part), **{name: value})
+      name = part
+    config = dataclasses.replace(config, **{name: value})
+  return config
 
 
 @functools.cache
