@@ -18,7 +18,7 @@ from pallas_kernels.linear_cross_entropy.op import (
   linear_cross_entropy,
   linear_log_probs,
 )
-from sharding.regions import by_device
+from sharding.regions import by_device, gathered
 from sharding.rules import mesh_axes, sharding
 
 
@@ -158,13 +158,16 @@ def _apply(
   rules = execution.rules
   tokens = mesh_axes("batch", rules) + mesh_axes("seq", rules)
   vocab = tuple(a for a in mesh_axes("vocab", rules) if a not in tokens)
-  rules = dataclasses.replace(rules, vocab=vocab)
+  shared = tuple(a for a in mesh_axes("embed", rules) if a not in vocab)
+  rules = dataclasses.replace(rules, vocab=vocab, embed=shared)
   spec = lambda x, names: sharding("loss", x.shape, names, mesh, rules).spec
   layout = op.keywords["layout"]
-  head_names = tuple({"D": None, "V": "vocab"}[dim] for dim in layout)
+  head_names = tuple({"D": "embed", "V": "vocab"}[dim] for dim in layout)
+  operands = execution.precision.operands
 
-  def local(*arrays):
-    out = op(*arrays, vocab_axis=vocab or None)
+  def local(x, head, *rest):
+    head = gathered(head, shared, layout.index("D"), operands)
+    out = op(x, head, *rest, vocab_axis=vocab or None)
     add = lambda x: jax.lax.psum(x, tokens) if tokens else x
     return jax.tree.map(add, out) if summed else out
 

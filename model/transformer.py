@@ -13,6 +13,7 @@ from model.attention import View
 from model.block import Block
 from model.config import ModelConfig
 from model.dropout import dropout, fold
+from model.embed import Embed
 from model.execution import Execution
 from model.kv_cache import KVCache, write, write_layer, write_positions
 from model.linear import Linear
@@ -20,29 +21,6 @@ from model.moe import Stats, summed
 from model.norms import Norm
 from model.precision import einsum
 from model.stack import scan_layers
-
-
-class Embed(nnx.Module):
-  """The table of token embeddings, [V, D]."""
-
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    """Declares the table."""
-    self.table = weights.weight(
-      rngs,
-      weights.normal(config.init_std),
-      vocab=config.vocab_size,
-      embed=config.embed_dim,
-    )
-
-  def __call__(self, tokens_BT: jax.Array, execution: Execution) -> jax.Array:
-    """Rows of the table, float32 [B, T, D].
-
-    The table is made whole over `fsdp` first, as every weight is before its
-    use: from a table split in D, XLA looks up all rows of the global batch on
-    every device.
-    """
-    table_VD = execution.shard(self.table[...], ("vocab", None))
-    return execution.shard(table_VD[tokens_BT], ("batch", "seq", None))
 
 
 class Transformer(nnx.Module):
@@ -173,8 +151,7 @@ class Transformer(nnx.Module):
   ) -> jax.Array:
     """The residual stream before the first layer, [B, T, D]."""
     config = self.config
-    x = self.embed(tokens_BT, execution) * config.embed_scale
-    x = x.astype(execution.precision.activations)
+    x = self.embed(tokens_BT, execution)
     x = execution.shard(x, ("batch", "residual_seq", None))
     keys = fold(dropout_keys, config.num_layers)
     return dropout(x, config.embed_dropout, keys, view.numbers)

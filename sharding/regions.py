@@ -44,3 +44,34 @@ def by_device(
     # Kernels do not say over which axes their results vary.
     check_vma=False,
   )
+
+
+def gathered(
+  part: jax.Array, axes: tuple[str, ...], dim: int, dtype: str
+) -> jax.Array:
+  """A float32 weight made whole, inside of a region.
+
+  It travels in the dtype in which it will be multiplied, and its gradient back
+  in float32, to the device that has the part.
+
+  Args:
+    part: float32, this device's.
+    axes: the mesh axes that split it.
+    dim: which of its dims they split.
+    dtype: in which it travels.
+  """
+  if not axes:
+    return part
+
+  @jax.custom_vjp
+  def gather(part):
+    whole = jax.lax.all_gather(part.astype(dtype), axes, axis=dim, tiled=True)
+    return whole.astype(part.dtype)
+
+  def scatter(_, gradient):
+    return (
+      jax.lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True),
+    )
+
+  gather.defvjp(lambda part: (gather(part), None), scatter)
+  return gather(part)
