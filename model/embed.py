@@ -18,7 +18,6 @@ class Embed(nnx.Module):
 
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
     """Declares the table."""
-    self.scale = config.embed_scale
     self.table = weights.weight(
       rngs,
       weights.normal(config.init_std),
@@ -26,17 +25,20 @@ class Embed(nnx.Module):
       embed=config.embed_dim,
     )
 
-  def __call__(self, tokens_BT: jax.Array, execution: Execution) -> jax.Array:
-    """Rows of the table times the scale, [B, T, D], as activations.
+  def __call__(
+    self, tokens_BT: jax.Array, scale: float, execution: Execution
+  ) -> jax.Array:
+    """Rows of the table times `scale`, [B, T, D], as activations.
 
     On a mesh, tokens go to the table and not the table to tokens: each device
     looks up the tokens of all that share the table with it, in its part of the
     vocabulary and of D, and what it found goes back. A table made whole, and
     its gradient, would be read and sent as a whole for a few thousand rows.
     """
-    mesh = execution.mesh
+    mesh, dtype = execution.mesh, execution.precision.activations
+    scaled = lambda x_BTD: (x_BTD * scale).astype(dtype)
     if mesh is None or mesh.size == 1:
-      return self._cast(self.table[...][tokens_BT], execution)
+      return scaled(self.table[...][tokens_BT])
     rules = execution.rules
     axes = lambda name: tuple(
       a for a in mesh_axes(name, rules) if mesh.shape[a] > 1
@@ -52,7 +54,7 @@ class Embed(nnx.Module):
     def local(table_VD, tokens_BT):
       if shared:
         tokens_BT = jax.lax.all_gather(tokens_BT, shared, tiled=True)
-      x_BTD = self._cast(_rows(table_VD, tokens_BT, vocab), execution)
+      x_BTD = scaled(_rows(table_VD, tokens_BT, vocab))
       if scattered:
         x_BTD = jax.lax.psum_scatter(
           x_BTD, vocab, scatter_dimension=1, tiled=True
@@ -78,9 +80,6 @@ class Embed(nnx.Module):
       out_specs=place((B, T, self.table.shape[1]), found),
     )
     return look_up(self.table[...], tokens_BT)
-
-  def _cast(self, x_BTD: jax.Array, execution: Execution) -> jax.Array:
-    return (x_BTD * self.scale).astype(execution.precision.activations)
 
 
 def _rows(table_VD, tokens_BT, axes: tuple[str, ...]) -> jax.Array:

@@ -151,7 +151,7 @@ class Transformer(nnx.Module):
   ) -> jax.Array:
     """The residual stream before the first layer, [B, T, D]."""
     config = self.config
-    x = self.embed(tokens_BT, execution)
+    x = self.embed(tokens_BT, config.embed_scale, execution)
     x = execution.shard(x, ("batch", "residual_seq", None))
     keys = fold(dropout_keys, config.num_layers)
     return dropout(x, config.embed_dropout, keys, view.numbers)
