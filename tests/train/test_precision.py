@@ -52,7 +52,7 @@ STREAM = {
   (file, *cast)
   for cast in (DOWN, UP)
   for file in (
-    "model/transformer.py",  # the embedding enters the stream
+    "model/embed.py",  # the embedding enters the stream
     "model/norms.py",
     "pallas_kernels/rotary/op.py",
     "model/mlp.py",  # the activation function
@@ -76,10 +76,13 @@ ARITHMETIC = {
     ("add_any", LINEAR),  # sums of its cotangents
     ("add_any", "model/norms.py"),
     ("div", "model/dropout.py"),
+    ("reduce_scatter", "model/embed.py"),  # all terms but one are 0
   },
 }
 # Move or choose values, and round none.
 LAYOUT = {
+  "all_gather",
+  "all_to_all",
   "broadcast_in_dim",
   "concatenate",
   "copy",
