@@ -87,7 +87,12 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
   optimizer = make_optimizer(
     config.optimizer, make_schedule(config.schedule, config.num_steps)
   )
-  abstract = abstract_state(make_model, optimizer, mesh=mesh, rules=rules)
+  placed = {
+    "mesh": mesh,
+    "rules": rules,
+    "zero_stage": config.step.zero_stage,
+  }
+  abstract = abstract_state(make_model, optimizer, **placed)
   shardings = shardings_of(abstract)
   train_step = make_train_step(
     loss_fn,
@@ -96,6 +101,7 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
     shardings,
     accumulation=config.step.accumulation,
     rows_per_example=2,
+    zero_stage=config.step.zero_stage,
   )
   eval_step = make_eval_step(loss_fn, execution, shardings.model)
 
@@ -137,9 +143,7 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
   if restored is not None:
     state = restored.state
   else:
-    state = state_from_model(
-      model, optimizer, seed=config.seed, mesh=mesh, rules=rules
-    )
+    state = state_from_model(model, optimizer, seed=config.seed, **placed)
   del restored, model
   if config.reference == "precomputed":
     del reference

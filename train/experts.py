@@ -92,7 +92,8 @@ def rebalanced(model: nnx.Module, stats: Stats) -> nnx.Module:
   # A copy: the module that was passed stays as it is.
   model = jax.tree.map(lambda x: x, model)
   bias = model.layers.moe.router.bias
-  bias[...] = bias[...] + rate * jnp.sign(mean_L1 - counts_LE)
+  moved = bias[...] + rate * jnp.sign(mean_L1 - counts_LE)
+  bias[...] = moved.astype(bias.dtype)
   return model
 
 

@@ -30,9 +30,11 @@ def load_model(path: str, *, mesh: Mesh, rules: Rules) -> Transformer:
   checkpoints = folder / "checkpoints"
   found = checkpoint.steps(checkpoints)
   if found:
-    config = _model_config(checkpoint.run_config(checkpoints)["model"])
-    abstract = _abstract_model(config, mesh, rules)
-    return checkpoint.restore_latest(checkpoints, abstract, part="model").state
+    run = checkpoint.run_config(checkpoints)
+    abstract = _abstract_model(_model_config(run["model"]), mesh, rules)
+    mastered = run.get("optimizer", {}).get("master_weights", False)
+    part = "opt_state.weights" if mastered else "model"
+    return checkpoint.restore_latest(checkpoints, abstract, part=part).state
   if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
     from model.formats import huggingface
 

@@ -1,11 +1,11 @@
 """AdamW and SGD with a decay mask, clipping and a schedule.
 
-Parameters, gradients, moments and updates are float32 under every precision
-policy.
+Moments and updates are float32 under every precision policy; so are parameters
+and gradients, unless the optimizer keeps master weights.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,18 @@ from train.schedules import Schedule
 NOT_DECAYED = ("b", "bias", "scale")
 
 
+class Mastered(NamedTuple):
+  """The state of an optimizer that keeps the weights of a bfloat16 model.
+
+  Attributes:
+    weights: float32, structured like the model.
+    moments: of the rule.
+  """
+
+  weights: nnx.Module
+  moments: Any
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
   """A rule for updates; made by `make_optimizer`.
@@ -28,15 +40,25 @@ class Optimizer:
     direction: gradients -> descent directions (before the learning rate).
     schedule: step -> learning rate.
     clip_norm: largest global norm of a gradient; None: any.
+    master_weights: whether its state keeps the weights, and the model holds
+      them rounded to bfloat16.
   """
 
   direction: optax.GradientTransformation
   schedule: Schedule
   clip_norm: float | None
+  master_weights: bool = False
 
-  def init(self, model: nnx.Module) -> Any:
-    """Returns the moments, shaped and named like the model's weights."""
-    return self.direction.init(model)
+  def start(self, weights: nnx.Module) -> tuple[nnx.Module, Any]:
+    """Returns the model to train and the state before the first step.
+
+    Args:
+      weights: float32.
+    """
+    moments = self.direction.init(weights)
+    if not self.master_weights:
+      return weights, moments
+    return _rounded(weights), Mastered(weights, moments)
 
   def update(
     self, grads: nnx.Module, opt_state: Any, model: nnx.Module, step: jax.Array
@@ -45,8 +67,8 @@ class Optimizer:
 
     Args:
       grads: of the mean loss, float32, structured like the model.
-      opt_state: from `init` or the last `update`.
-      model: the weights, float32.
+      opt_state: from `start` or the last `update`.
+      model: the weights.
       step: int32 scalar, counted from 0.
 
     Returns:
@@ -60,8 +82,14 @@ class Optimizer:
       clip_factor = jnp.minimum(1.0, self.clip_norm / grad_norm)
       grads = jax.tree.map(lambda g: g * clip_factor, grads)
     learning_rate = self.schedule(step)
-    directions, opt_state = self.direction.update(grads, opt_state, model)
-    model = jax.tree.map(lambda w, d: w - learning_rate * d, model, directions)
+    weights, moments = opt_state if self.master_weights else (model, opt_state)
+    directions, moments = self.direction.update(grads, moments, weights)
+    weights = jax.tree.map(
+      lambda w, d: w - learning_rate * d, weights, directions
+    )
+    model, opt_state = weights, moments
+    if self.master_weights:
+      model, opt_state = _rounded(weights), Mastered(weights, moments)
     metrics = {
       "grad_norm": grad_norm,
       "clip_factor": clip_factor,
@@ -89,6 +117,7 @@ def make_optimizer(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
     direction=optax.chain(*parts),
     schedule=schedule,
     clip_norm=config.clip_norm,
+    master_weights=config.master_weights,
   )
 
 
@@ -115,4 +144,10 @@ def decayed(model: nnx.Module) -> nnx.Module:
 
 def global_norm(tree: Any) -> jax.Array:
   """Returns the root of the sum of squares of all leaves, float32."""
-  return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
+  leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
+  return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in leaves))
+
+
+def _rounded(weights: nnx.Module) -> nnx.Module:
+  """The same in bfloat16."""
+  return jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)

@@ -70,7 +70,12 @@ def run(config: PretrainConfig, workdir: str) -> Result:
     config.optimizer, make_schedule(config.schedule, config.num_steps)
   )
   make_model = lambda rngs: Transformer(config.model, rngs=rngs)
-  abstract = abstract_state(make_model, optimizer, mesh=mesh, rules=rules)
+  placed = {
+    "mesh": mesh,
+    "rules": rules,
+    "zero_stage": config.step.zero_stage,
+  }
+  abstract = abstract_state(make_model, optimizer, **placed)
   shardings = shardings_of(abstract)
   train_step = make_train_step(
     lm_loss(z_loss=config.z_loss),
@@ -78,6 +83,7 @@ def run(config: PretrainConfig, workdir: str) -> Result:
     execution,
     shardings,
     accumulation=config.step.accumulation,
+    zero_stage=config.step.zero_stage,
   )
   evaluate = assembly.make_held_out(
     config.held_out,
@@ -93,16 +99,15 @@ def run(config: PretrainConfig, workdir: str) -> Result:
   restored = checkpoint.restore_latest(
     folder / "checkpoints", abstract, config=dataclasses.asdict(config)
   )
-  placed = {"seed": config.seed, "mesh": mesh, "rules": rules}
   if restored is not None:
     state = restored.state
   elif config.init_from is not None:
     model = initial.load_model(config.init_from, mesh=mesh, rules=rules)
     initial.check_same(model.config, config.model, config.init_from)
-    state = state_from_model(model, optimizer, **placed)
+    state = state_from_model(model, optimizer, seed=config.seed, **placed)
     del model
   else:
-    state = init_state(make_model, optimizer, **placed)
+    state = init_state(make_model, optimizer, seed=config.seed, **placed)
   del restored
 
   # ---- Train ----

@@ -78,7 +78,12 @@ def run(config: SFTConfig, workdir: str, *, model: Any = None) -> Result:
   optimizer = make_optimizer(
     config.optimizer, make_schedule(config.schedule, config.num_steps)
   )
-  abstract = abstract_state(make_model, optimizer, mesh=mesh, rules=rules)
+  placed = {
+    "mesh": mesh,
+    "rules": rules,
+    "zero_stage": config.step.zero_stage,
+  }
+  abstract = abstract_state(make_model, optimizer, **placed)
   shardings = shardings_of(abstract)
   train_step = make_train_step(
     lm_loss(),
@@ -86,6 +91,7 @@ def run(config: SFTConfig, workdir: str, *, model: Any = None) -> Result:
     execution,
     shardings,
     accumulation=config.step.accumulation,
+    zero_stage=config.step.zero_stage,
   )
   evaluate = assembly.make_held_out(
     config.held_out,
@@ -106,9 +112,7 @@ def run(config: SFTConfig, workdir: str, *, model: Any = None) -> Result:
   if restored is not None:
     state = restored.state
   else:
-    state = state_from_model(
-      model, optimizer, seed=config.seed, mesh=mesh, rules=rules
-    )
+    state = state_from_model(model, optimizer, seed=config.seed, **placed)
   del restored, model
 
   # ---- Train ----

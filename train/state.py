@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from sharding import zero
 from sharding.axes import Rules
 from sharding.rules import tree_shardings
 from train.optimizers import Optimizer
@@ -26,8 +27,8 @@ class TrainState:
 
   Attributes:
     step: int32 scalar, steps taken.
-    model: the weights, float32.
-    opt_state: moments, each placed like its weight.
+    model: the weights, float32, or bfloat16 where the optimizer keeps them.
+    opt_state: moments (and master weights), each split like its weight.
     rng: uint32 [2], the run's threefry key as plain data.
   """
 
@@ -44,7 +45,12 @@ def step_key(state: TrainState) -> jax.Array:
 
 
 def abstract_state(
-  make_model: MakeModel, optimizer: Optimizer, *, mesh: Mesh, rules: Rules
+  make_model: MakeModel,
+  optimizer: Optimizer,
+  *,
+  mesh: Mesh,
+  rules: Rules,
+  zero_stage: int = 3,
 ) -> TrainState:
   """Returns shapes, dtypes and shardings of a state, allocating nothing.
 
@@ -55,6 +61,7 @@ def abstract_state(
     optimizer: gives the moments.
     mesh: where the state will live.
     rules: logical dim -> mesh axes.
+    zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
 
   Raises:
     ValueError: a weight does not divide over the mesh.
@@ -62,7 +69,7 @@ def abstract_state(
   abstract = jax.eval_shape(
     lambda: _new_state(make_model(nnx.Rngs(0)), optimizer, seed=0)
   )
-  return _with_shardings(abstract, mesh, rules)
+  return _with_shardings(abstract, mesh, rules, zero_stage)
 
 
 def shardings_of(abstract: TrainState) -> TrainState:
@@ -77,6 +84,7 @@ def init_state(
   seed: int,
   mesh: Mesh,
   rules: Rules,
+  zero_stage: int = 3,
 ) -> TrainState:
   """Draws new weights; every array is born on its own devices.
 
@@ -88,11 +96,14 @@ def init_state(
     seed: of the weights and of dropout.
     mesh: where the state lives.
     rules: logical dim -> mesh axes.
+    zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
 
   Raises:
     ValueError: a weight does not divide over the mesh.
   """
-  abstract = abstract_state(make_model, optimizer, mesh=mesh, rules=rules)
+  abstract = abstract_state(
+    make_model, optimizer, mesh=mesh, rules=rules, zero_stage=zero_stage
+  )
   init = jax.jit(
     lambda: _new_state(make_model(nnx.Rngs(seed)), optimizer, seed=seed),
     out_shardings=shardings_of(abstract),
@@ -107,6 +118,7 @@ def state_from_model(
   seed: int,
   mesh: Mesh,
   rules: Rules,
+  zero_stage: int = 3,
 ) -> TrainState:
   """Starts from given weights (fine-tuning), which stay valid: they are copied.
 
@@ -116,13 +128,14 @@ def state_from_model(
     seed: of dropout.
     mesh: where the state lives.
     rules: logical dim -> mesh axes.
+    zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
 
   Raises:
     ValueError: a weight does not divide over the mesh.
   """
   new = lambda model: _new_state(model, optimizer, seed=seed)
   shardings = shardings_of(
-    _with_shardings(jax.eval_shape(new, model), mesh, rules)
+    _with_shardings(jax.eval_shape(new, model), mesh, rules, zero_stage)
   )
   model = jax.device_put(model, shardings.model)
   # Without a copy the state would share the caller's buffers, and the first
@@ -137,22 +150,29 @@ def _new_state(
   model: nnx.Module, optimizer: Optimizer, *, seed: int
 ) -> TrainState:
   """Returns the state before the first step."""
+  model, opt_state = optimizer.start(model)
   return TrainState(
     step=jnp.zeros((), jnp.int32),
     model=model,
-    opt_state=optimizer.init(model),
+    opt_state=opt_state,
     rng=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
   )
 
 
 def _with_shardings(
-  abstract: TrainState, mesh: Mesh, rules: Rules
+  abstract: TrainState, mesh: Mesh, rules: Rules, zero_stage: int
 ) -> TrainState:
   """Adds to each abstract leaf where it will live."""
+  places = dataclasses.replace(
+    tree_shardings(abstract, mesh, rules),
+    model=tree_shardings(
+      abstract.model, mesh, zero.parameter_rules(rules, zero_stage)
+    ),
+  )
   return jax.tree.map(
     lambda leaf, place: jax.ShapeDtypeStruct(
       leaf.shape, leaf.dtype, sharding=place
     ),
     abstract,
-    tree_shardings(abstract, mesh, rules),
+    places,
   )

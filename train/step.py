@@ -17,8 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model.execution import Execution
 from pallas_kernels.ring_attention.order import permutation
+from sharding import zero
 from sharding.arrays import batch_sharding, check_batch_size
-from sharding.rules import replicated
+from sharding.axes import Rules
+from sharding.rules import is_variable, replicated, tree_shardings
 from train import experts
 from train.objective import Batch, Metrics, Objective
 from train.optimizers import Optimizer, global_norm
@@ -57,6 +59,7 @@ def make_train_step(
   *,
   accumulation: int = 1,
   rows_per_example: int = 1,
+  zero_stage: int = 3,
 ) -> TrainStep:
   """Returns the jitted `train_step(state, batch) -> (state, metrics)`.
 
@@ -70,10 +73,10 @@ def make_train_step(
   over the weight. For a model with experts also those of `experts.metrics`;
   what is minimised is loss + router_loss.
 
-  With accumulation, gradients cross the mesh axes that replicate the weights
-  (`data`) once a step: each replica adds up its own. Over `fsdp` they are
-  scattered after every micro-batch, by the nature of it: no device has room
-  for a whole gradient.
+  With accumulation, gradients cross the mesh axes that replicate them (`data`;
+  in ZeRO stage 1 `fsdp`) once a step: each replica adds up its own. From stage
+  2 on they are scattered over `fsdp` after every layer of every micro-batch,
+  by the nature of it: no device has room for a whole gradient.
 
   Args:
     objective: what to minimise.
@@ -82,6 +85,7 @@ def make_train_step(
     shardings: of the state, from `train.state.shardings_of`.
     accumulation: micro-batches a step.
     rows_per_example: neighbouring rows that the loss reads together.
+    zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
 
   Raises:
     ValueError: (at the first step) the batch does not divide over the mesh
@@ -103,32 +107,50 @@ def make_train_step(
     batch = _prepared(batch, execution)
     if experts.has_experts(state.model):
       batch = experts.with_router_weights(batch, objective.weight(batch))
+    # Where a device updates a part of a weight, whatever it holds of it.
+    parts = tree_shardings(state.model, mesh, rules)
     sums = _gradient_sums(
       objective,
       state.model,
       batch,
       step_key(state),
       execution,
-      shardings.model,
+      zero.gradient_rules(rules, zero_stage),
       accumulation,
     )
     # The one division. A batch of nothing but padding has gradient 0.
     weight = jnp.where(sums.weight > 0, sums.weight, 1.0)
-    grads = jax.tree.map(lambda g: g / weight, sums.grads)
+    # Said, not left to XLA's propagation: each goes to who updates its weight.
+    grads = jax.lax.with_sharding_constraint(sums.grads, parts)
+    grads = jax.tree.map(lambda g: g / weight, grads)
+    model = jax.lax.with_sharding_constraint(state.model, parts)
     model, opt_state, metrics = optimizer.update(
-      grads, state.opt_state, state.model, state.step
+      grads, state.opt_state, model, state.step
     )
+    model = jax.lax.with_sharding_constraint(model, parts)
     aux = dict(sums.aux)
     if experts.ROUTER in aux:
       stats = aux.pop(experts.ROUTER)
       model = experts.rebalanced(model, stats)
+      if optimizer.master_weights:
+        weights = experts.rebalanced(opt_state.weights, stats)
+        opt_state = opt_state._replace(weights=weights)
       metrics |= experts.metrics(stats, weight, batch)
+    param_norm = global_norm(model)
+    if zero_stage < 3:
+      whole = zero.gather(
+        jax.tree.leaves(state.model),
+        jax.tree.leaves(model),
+        _stacked(model),
+        jax.tree.leaves(shardings.model),
+      )
+      model = jax.tree.structure(model).unflatten(whole)
     loss = sums.loss / weight
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
     metrics |= {
       "loss": loss,
       "weight_sum": sums.weight,
-      "param_norm": global_norm(model),
+      "param_norm": param_norm,
       "nonfinite": 1.0 - finite.astype(jnp.float32),
     }
     clash = metrics.keys() & aux.keys()
@@ -214,13 +236,13 @@ def _gradient_sums(
   batch: Batch,
   key: jax.Array,
   execution: Execution,
-  model_shardings: nnx.Module,
+  gradient_rules: Rules,
   accumulation: int,
 ) -> _Sums:
   """Returns the sums of a batch and the gradient of the loss sum."""
-  rules = execution.rules
+  mesh, rules = execution.mesh, execution.rules
 
-  def micro(batch: Batch, execution: Execution) -> _Sums:
+  def vjp(batch: Batch, execution: Execution):
     def loss(model):
       total, weight, aux = objective(model, batch, key, execution)
       minimised = total
@@ -230,28 +252,17 @@ def _gradient_sums(
         aux = aux | {experts.ROUTER: stats}
       return minimised, (total, weight, aux)
 
-    gradient = jax.value_and_grad(loss, has_aux=True)
-    (_, (total, weight, aux)), grads = gradient(model)
-    # Said, not left to XLA's propagation: each goes where its weight is.
-    grads = jax.lax.with_sharding_constraint(grads, model_shardings)
-    return _Sums(total, weight, aux, grads)
+    return jax.vjp(loss, model, has_aux=True)
 
   if accumulation == 1:
-    return micro(batch, execution)
+    minimised, pull_back, sums = vjp(batch, execution)
+    return _Sums(*sums, *pull_back(jnp.ones_like(minimised)))
 
-  def accumulate(micro_batches: Batch, execution: Execution) -> _Sums:
-    def add(total, batch):
-      return jax.tree.map(jnp.add, total, micro(batch, execution)), None
-
-    first = jax.tree.map(lambda x: x[0], micro_batches)
-    shapes = jax.eval_shape(lambda batch: micro(batch, execution), first)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-    return jax.lax.scan(add, zeros, micro_batches)[0]
-
-  # Were the scan one program over all replicas of the weights, XLA would
-  # reduce every micro-batch. A vmap over the replicas gives each a gradient
-  # of its own; the sum over them afterwards is the only reduction.
-  replicas = _replica_axes(execution, model_shardings)
+  # Were all replicas of the gradient one program, XLA would reduce every
+  # micro-batch. A vmap over the replicas gives each a gradient of its own; the
+  # sum over them afterwards is the only reduction.
+  places = tree_shardings(model, mesh, gradient_rules)
+  replicas = _replica_axes(execution, places)
   shards = tuple(axis for axis in rules.batch if axis not in replicas)
   inner = dataclasses.replace(
     execution, rules=dataclasses.replace(rules, batch=shards)
@@ -260,27 +271,79 @@ def _gradient_sums(
     name: _split_rows(x, execution, replicas, accumulation)
     for name, x in batch.items()
   }
-  if not replicas:
-    return accumulate(jax.tree.map(lambda x: x[0], batch), inner)
-  sums = jax.vmap(
-    lambda batch: accumulate(batch, inner), spmd_axis_name=replicas
-  )(batch)
-  return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+  # Replicas stand behind the dim of the layers, over which a scan runs: it
+  # reads no reference by another dim than the first.
+  stacked = _stacked(model)
+  dims = list(map(int, stacked))
+  grads = [
+    jax.new_ref(_zeros(weight, place, dim, replicas))
+    for weight, place, dim in zip(
+      jax.tree.leaves(model), jax.tree.leaves(places), dims, strict=True
+    )
+  ]
+  tree = jax.tree.structure(model)
+
+  def micro(batch: Batch, grads: list):
+    minimised, pull_back, sums = vjp(batch, inner)
+    # In place, each layer's gradient as it is made: a micro-batch never has a
+    # whole one beside the sum.
+    pull_back.with_refs(tree.unflatten(grads))(jnp.ones_like(minimised))
+    return sums
+
+  if replicas:
+    micro = jax.vmap(micro, in_axes=(0, dims), spmd_axis_name=replicas)
+  else:
+    batch = jax.tree.map(lambda x: x[:, 0], batch)
+  step = lambda carry, batch: (carry, micro(batch, grads))
+  each = jax.lax.scan(step, None, batch)[1]
+  over = (0, 1) if replicas else 0
+  sums = jax.tree.map(lambda x: jnp.sum(x, axis=over), each)
+  totals = list(map(jax.freeze, grads))
+  if replicas[-1:] == ("fsdp",):
+    parts = jax.tree.leaves(tree_shardings(model, mesh, rules))
+    totals = zero.sum_parts(totals, stacked, parts, replicas)
+    replicas = replicas[:-1]
+  if replicas:
+    totals = map(jnp.sum, totals, dims)
+  return _Sums(*sums, tree.unflatten(totals))
+
+
+def _stacked(model: nnx.Module) -> list[bool]:
+  """Which leaves of a model have layers in front."""
+  return [
+    weight.ndim > len(weight.get_metadata("names"))
+    for weight in jax.tree.leaves(model, is_leaf=is_variable)
+  ]
+
+
+def _zeros(
+  weight: jax.Array, place: NamedSharding, dim: int, replicas: tuple[str, ...]
+) -> jax.Array:
+  """The start of a gradient's sum, one for each replica along `dim`."""
+  shape, mesh = list(weight.shape), place.mesh
+  spec = list(place.spec) + [None] * (weight.ndim - len(place.spec))
+  if replicas:
+    shape.insert(dim, math.prod(mesh.shape[axis] for axis in replicas))
+    spec.insert(dim, replicas)
+  return jax.lax.with_sharding_constraint(
+    jnp.zeros(shape, weight.dtype), NamedSharding(mesh, PartitionSpec(*spec))
+  )
 
 
 def _replica_axes(
-  execution: Execution, model_shardings: nnx.Module
+  execution: Execution, gradient_shardings: nnx.Module
 ) -> tuple[str, ...]:
-  """Returns the mesh axes that split the batch but no weight."""
+  """Returns the mesh axes that split the batch but no gradient, fsdp last."""
   used = set()
-  for place in jax.tree.leaves(model_shardings):
+  for place in jax.tree.leaves(gradient_shardings):
     for entry in place.spec:
       used |= {entry} if isinstance(entry, str) else set(entry or ())
-  return tuple(
+  axes = [
     axis
     for axis in execution.rules.batch
     if execution.mesh.shape[axis] > 1 and axis not in used
-  )
+  ]
+  return tuple(sorted(axes, key=lambda axis: axis == "fsdp"))
 
 
 def _split_rows(
@@ -289,7 +352,7 @@ def _split_rows(
   replicas: tuple[str, ...],
   accumulation: int,
 ) -> jax.Array:
-  """Splits rows into [replicas, accumulation, rows of a micro-batch, ...].
+  """Splits rows into [accumulation, replicas, rows of a micro-batch, ...].
 
   Every micro-batch takes its rows from every device, so none moves.
   """
@@ -298,12 +361,11 @@ def _split_rows(
   rows = len(x) // math.prod(sizes) // accumulation
   shards = [axis for axis in axes if axis not in replicas]
   order = [axes.index(axis) for axis in (*replicas, *shards)]
-  # The micro-batch dim goes between the replicas and the other shards.
-  order.insert(len(replicas), len(axes))
+  order.insert(0, len(axes))
   order += range(len(axes) + 1, len(axes) + 1 + x.ndim)
   num_replicas = math.prod(mesh.shape[axis] for axis in replicas)
   rest = x.shape[1:]
   x = x.reshape(*sizes, accumulation, rows, *rest).transpose(order)
-  x = x.reshape(num_replicas, accumulation, -1, *rest)
-  spec = PartitionSpec(replicas or None, None, tuple(shards) or None)
+  x = x.reshape(accumulation, num_replicas, -1, *rest)
+  spec = PartitionSpec(None, replicas or None, tuple(shards) or None)
   return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

@@ -52,7 +52,7 @@ def test_torch(config, clip_norm):
   schedule = ScheduleConfig(kind="constant", peak=RATE, warmup_steps=0)
   rule = make_optimizer(config, make_schedule(schedule, 10))
   ours = jax.tree.map(jnp.asarray, start)
-  state = rule.init(ours)
+  state = rule.start(ours)[1]
   for step in range(6):
     grads = draw()
     for k, value in theirs.items():

@@ -47,6 +47,7 @@ FACTORS = {
   "accumulation": Factor((1, 4)),
   "remat": Factor(("none", "block")),
   "context": Factor(("ring", "all_gather", "ulysses"), "context"),
+  "zero_stage": Factor((1, 2, 3), "fsdp"),
 }
 
 
@@ -151,6 +152,7 @@ def others() -> list[Cell]:
     cell(second, dropout=True),
     cell(["data", "expert"], "dpo", packed=False, model="moe"),
     cell(["data", "expert"], **kernels | dict(model="moe")),
+    cell(first, zero_stage=1),
     *[cell([axis], **kernels) for axis in ("data", "fsdp", "tensor")],
     cell(["context"], context="ring", accumulation=1, **kernels),
   ]

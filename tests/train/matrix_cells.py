@@ -41,7 +41,7 @@ OBJECTIVES = {
   "dpo": dpo_loss(beta=0.5),
 }
 # Factors that are settings of the step; the others say what is computed.
-STEP = ("accumulation", "remat", "context")
+STEP = ("accumulation", "remat", "context", "zero_stage")
 NUM_STEPS = 2
 
 

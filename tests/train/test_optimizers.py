@@ -64,7 +64,7 @@ def test_numpy(config):
   rng = np.random.default_rng(0)
   model = Weights(rng)
   optimizer = make_optimizer(config, SCHEDULE)
-  state = optimizer.init(model)
+  state = optimizer.start(model)[1]
   names = ("w", "scale", "b")
   start = {k: np.asarray(getattr(model, k)[...]) for k in names}
   grads, clipped = [], []
@@ -95,7 +95,7 @@ def test_numpy(config):
 
 def test_moments_are_float32_and_named_like_weights():
   model = Weights(np.random.default_rng(0))
-  state = make_optimizer(OptimizerConfig(), SCHEDULE).init(model)
+  state = make_optimizer(OptimizerConfig(), SCHEDULE).start(model)[1]
   adam = state[0]
   for moment in (adam.mu, adam.nu):
     assert moment.w.get_metadata("names") == ("embed", "mlp")
@@ -107,7 +107,7 @@ def test_zero_gradient_is_not_divided_by_its_norm():
   optimizer = make_optimizer(OptimizerConfig(), SCHEDULE)
   zeros = jax.tree.map(jnp.zeros_like, model)
   model, _, metrics = optimizer.update(
-    zeros, optimizer.init(model), model, jnp.int32(0)
+    zeros, optimizer.start(model)[1], model, jnp.int32(0)
   )
   assert metrics["clip_factor"] == 1.0
   assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(model))

@@ -157,11 +157,14 @@ def start(
   accumulation: int = 1,
   rows_per_example: int = 1,
   rules: Rules = Rules(),
+  zero_stage: int = 3,
   **execution,
 ):
   """Returns the state before the first step, and the production step."""
   rule = optimizer_of(optimizer)
-  state = state_from_model(model, rule, seed=3, mesh=mesh, rules=rules)
+  state = state_from_model(
+    model, rule, seed=3, mesh=mesh, rules=rules, zero_stage=zero_stage
+  )
   train_step = make_train_step(
     objective,
     rule,
@@ -169,6 +172,7 @@ def start(
     jax.tree.map(lambda x: x.sharding, state),
     accumulation=accumulation,
     rows_per_example=rows_per_example,
+    zero_stage=zero_stage,
   )
   return state, train_step
 
