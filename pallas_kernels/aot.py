@@ -31,8 +31,12 @@ def compile_for(topology: str, function, *args, num_devices: int = 1):
     return jitted.lower(*args).compile()
 
 
-def topology_devices(topology: str) -> list:
+def topology_devices(topology: str, *, num_slices: int = 1) -> list:
   """The devices of a TPU topology, as descriptions to compile for.
+
+  Args:
+    topology: of one slice.
+    num_slices: joined by the network of a data centre.
 
   Raises:
     ValueError: there is no such topology, or no libtpu.
@@ -42,7 +46,9 @@ def topology_devices(topology: str) -> list:
   from jax.experimental import topologies
 
   try:
-    found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    found = topologies.get_topology_desc(
+      platform="tpu", topology_name=topology, num_slices=num_slices
+    )
   except Exception as error:  # what a plugin raises has no common type
     raise ValueError(
       f"cannot compile for {topology!r}; wanted a topology like 'v5e:2x2' and"

@@ -1,9 +1,11 @@
 """Devices in a grid with named axes."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from sharding.axes import MESH_AXES, MeshConfig
@@ -64,18 +66,56 @@ def make_mesh(
   Axes are Auto: XLA propagates shardings from the inputs, the outputs and a
   few constraints. A mesh smaller than the machine takes the first devices.
 
+  Of TPU slices, which slower links join, `pipeline` and `data` go from one to
+  the next; the other axes, which talk in every layer, stay inside.
+
   Args:
     config: devices along each axis.
     devices: the devices to arrange; None: all of them.
 
   Raises:
-    ValueError: see `axis_sizes`.
+    ValueError: an axis that must not would cross slices, or see `axis_sizes`.
   """
   devices = list(jax.devices() if devices is None else devices)
   sizes = axis_sizes(config, len(devices))
-  return jax.make_mesh(
-    tuple(sizes.values()),
-    tuple(sizes),
-    axis_types=(AxisType.Auto,) * len(sizes),
-    devices=devices[: math.prod(sizes.values())],
+  devices = devices[: math.prod(sizes.values())]
+  axis_types = (AxisType.Auto,) * len(sizes)
+  # Only TPUs have slices.
+  slices = Counter(getattr(device, "slice_index", 0) for device in devices)
+  if len(slices) == 1:
+    return jax.make_mesh(
+      tuple(sizes.values()),
+      tuple(sizes),
+      axis_types=axis_types,
+      devices=devices,
+    )
+  across = _across_slices(sizes, slices)
+  inside = [size // across.get(axis, 1) for axis, size in sizes.items()]
+  grid = mesh_utils.create_hybrid_device_mesh(
+    inside, [across.get(axis, 1) for axis in sizes], devices
   )
+  return Mesh(grid, tuple(sizes), axis_types=axis_types)
+
+
+def _across_slices(
+  sizes: dict[str, int], slices: Counter[int]
+) -> dict[str, int]:
+  """Returns how many times each axis goes from slice to slice."""
+  num_slices = len(slices)
+  pipeline = math.gcd(sizes["pipeline"], num_slices)
+  data = num_slices // pipeline
+  if len(set(slices.values())) > 1:
+    raise ValueError(
+      "a mesh over TPU slices takes equally many devices of each; this one"
+      f" takes {sorted(slices.values())}. Change the sizes of config.mesh, or"
+      " the slices"
+    )
+  if sizes["data"] % data:
+    raise ValueError(
+      f"the devices are {num_slices} slices of {slices.most_common()[0][1]},"
+      " with slow links between them, over which only mesh.pipeline and"
+      f" mesh.data may go; got mesh.pipeline={sizes['pipeline']} and"
+      f" mesh.data={sizes['data']}. Make mesh.data a multiple of {data}, and"
+      " another axis smaller"
+    )
+  return {"pipeline": pipeline, "data": data}

@@ -54,26 +54,33 @@ BREAKS = [
   Break(
     "replicas do not add up their sums",
     _STEP,
-    "lambda x: jnp.sum(x, axis=0), sums",
-    "lambda x: x[0], sums",
+    "totals = map(jnp.sum, totals, dims)",
+    "totals = map(lambda x, dim: x.take(0, dim), totals, dims)",
     **_DATA_OF_2,
   ),
   Break(
     "replicas are averaged, not added: packing weighs rows unequally",
     _STEP,
-    "lambda x: jnp.sum(x, axis=0), sums",
-    "lambda x: jnp.sum(x, axis=0), dataclasses.replace(sums, grads="
-    "jax.tree.map(lambda g, w=sums.weight: g * (jnp.sum(w) / 2 / w).reshape("
-    "-1, *[1] * (g.ndim - 1)), sums.grads))",
+    "totals = map(jnp.sum, totals, dims)",
+    "w = jnp.sum(each[1], axis=0)\n"
+    "    totals = map(lambda x, dim: jnp.sum(x * (jnp.mean(w) / w).reshape("
+    "[1] * dim + [-1] + [1] * (x.ndim - dim - 1)), dim), totals, dims)",
     **_DATA_OF_2,
   ),
   Break(
     "micro-batches weigh the same",
     _STEP,
-    "jax.tree.map(jnp.add, total, micro(batch, execution))",
-    "jax.tree.map(lambda a, b: a + b / (b if b.ndim == 0 else 1), total,"
-    " micro(batch, execution))",
+    "with_refs(tree.unflatten(grads))(jnp.ones_like(minimised))",
+    "with_refs(tree.unflatten(grads))(1 / sums[1])",
     **_DATA_OF_2,
+  ),
+  Break(
+    "whole gradients of fsdp do not add up",
+    "sharding/zero.py",
+    "jnp.sum(total, axis=0), place",
+    "total[0], place",
+    mesh=dict(fsdp=2),
+    settings=dict(accumulation=4, zero_stage=1),
   ),
   Break(
     "neighbouring rows have one number: dropout repeats",
