@@ -1,36 +1,37 @@
 """Which mesh for an 8B model, by the TPU's own compiler, without a TPU.
 
   python -m benchmarks.meshes --topology v5e:4x4 --mesh fsdp fsdp-tensor
-  python -m benchmarks.meshes --topology v5p:2x2x2 --mesh fsdp --options none
 
 Compiles the production step of a decoder shaped like Llama-3-8B (bf16, AdamW,
-full rematerialisation, the Pallas kernels) for each mesh, each in a process of
-its own, and prints one JSON object a line:
+blocks rematerialised, Pallas kernels) for each mesh, in a process of its own,
+and prints a JSON object a line:
 
-- `hbm_gib`: peak of a device, or what the compiler asked for in vain;
-- `sent_mib`: bytes that a device sends in a step, by mesh axes;
-- `hidden`: share of the seconds of communication in which other work is
-  scheduled, by mesh axes: the compiler's estimate of the work between start
-  and done of each collective, at most the time on the links, over this time;
-- `compute_cycles`: the compiler's estimate of all its instructions.
-
-`--options none` leaves out `sharding.overlap.OPTIONS` of the chip.
+- `hbm_gib`: the peak of a device; `refused` is what the compiler said else;
+- `sent_mib`: what a device sends in a step, by the mesh axes it crosses;
+- `overlapped`: the share of these bytes with other work scheduled between
+  their start and their end;
+- `hidden`: the share of their seconds on the links, counted as hidden as long
+  as the work between start and end takes by the compiler's estimate. A link
+  that several collectives share, or work that several count, is not modelled;
 """
 
 import argparse
+import collections
 import json
 import pathlib
+import subprocess
+import sys
 import time
 
-# Devices along the axes, for 16 and for 8 chips; rows a chip and accumulation.
 MESHES = {
   "data": dict(data=-1),
   "fsdp": dict(fsdp=-1),
-  "fsdp-zero2": dict(fsdp=-1),
   "fsdp-tensor": dict(fsdp=-1, tensor=4),
   "fsdp-context": dict(fsdp=-1, context=4),
-  "fsdp-pipeline": dict(fsdp=-1, pipeline=2),
 }
+# Bytes a second that a chip sends over its links to others, one way: half of
+# the "interchip interconnect bandwidth" of cloud.google.com/tpu/docs.
+LINKS = {"v5e": 100e9, "v5p": 300e9, "v6e": 224e9}
 
 
 def build(topology: str, name: str, length: int, rows: int, layers: int):
@@ -99,61 +100,77 @@ def build(topology: str, name: str, length: int, rows: int, layers: int):
   return step.on_leaves.lower(jax.tree.leaves(state), batch), mesh
 
 
-def measure(arguments: argparse.Namespace) -> dict:
-  """Compiles one mesh."""
+def measure(arguments: argparse.Namespace, name: str) -> dict:
+  """Compiles the step for one mesh."""
+  from pallas_kernels.report_chips import CHIPS, chip_of
   from sharding import hlo
 
   start = time.perf_counter()
-  lowered, mesh = build(
-    arguments.topology,
-    arguments.mesh[0],
-    arguments.length,
-    arguments.rows,
-    arguments.layers,
-  )
-  options = dict(option.split("=") for option in arguments.options)
-  compiled = lowered.compile(compiler_options=options or None)
-  if arguments.dump:
-    pathlib.Path(arguments.dump).write_text(compiled.as_text())
-  found = hlo.collectives(compiled.as_text(), mesh)
-  table = {}
-  for op in found:
-    axes = " ".join(sorted(op.axes)) or "none"
-    sent, asynchronous = table.get(axes, (0.0, 0.0))
-    table[axes] = (
-      sent + op.bytes_sent,
-      asynchronous + op.bytes_sent * op.asynchronous,
-    )
-  return {
+  sizes = (arguments.length, arguments.rows, arguments.layers)
+  lowered, mesh = build(arguments.topology, name, *sizes)
+  found = {
     "topology": arguments.topology,
     "mesh": {axis: n for axis, n in mesh.shape.items() if n > 1},
-    "seconds": round(time.perf_counter() - start, 1),
-    "hbm_gib": round(
-      compiled.memory_analysis().peak_memory_in_bytes / 2**30, 2
-    ),
-    "sent_mib": {
-      axes: round(sent / 2**20) for axes, (sent, _) in table.items()
-    },
-    "async": {
-      axes: round(part / sent, 3) if sent else 0.0
-      for axes, (sent, part) in table.items()
-    },
-    "collectives": hlo.summary(found),
+    "options": arguments.options,
+  }
+  options = dict(option.split("=") for option in arguments.options)
+  try:
+    compiled = lowered.compile(compiler_options=options or None)
+  except Exception as error:  # out of memory, or an option it does not take
+    return found | {"refused": str(error).splitlines()[0][:300]}
+  text = compiled.as_text()
+  if arguments.dump:
+    pathlib.Path(arguments.dump).write_text(text)
+  chip = chip_of(arguments.topology)
+  clock = CHIPS[chip].bundles_per_second
+  totals = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
+  for op in hlo.collectives(text, mesh):
+    seconds = op.bytes_sent / op.times / LINKS[chip] if op.times else 0.0
+    hidden = min(seconds, op.hidden_cycles / clock)
+    total = totals[" ".join(sorted(op.axes)) or "none"]
+    total[0] += op.bytes_sent
+    total[1] += op.bytes_sent * op.asynchronous
+    total[2] += hidden * op.times * LINKS[chip]
+  share = lambda i: {
+    axes: round(total[i] / total[0], 2) if total[0] else 0.0
+    for axes, total in totals.items()
+  }
+  memory = compiled.memory_analysis()
+  return found | {
+    "compile_seconds": round(time.perf_counter() - start, 1),
+    "hbm_gib": round(memory.peak_memory_in_bytes / 2**30, 2),
+    "sent_mib": {axes: round(t[0] / 2**20) for axes, t in totals.items()},
+    "overlapped": share(1),
+    "hidden": share(2),
+    "collectives": hlo.summary(hlo.collectives(text, mesh)),
   }
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--topology", default="v5e:4x4")
-  parser.add_argument("--mesh", nargs="+", default=list(MESHES))
+  parser.add_argument("--mesh", nargs="+", choices=MESHES, default=[*MESHES])
   parser.add_argument("--length", type=int, default=2048)
   parser.add_argument("--rows", type=int, default=1, help="a device")
   parser.add_argument("--layers", type=int, default=32)
-  parser.add_argument("--options", nargs="*", default=[])
-  parser.add_argument("--dump", default=None)
-  parser.add_argument("--child", action="store_true")
+  parser.add_argument(
+    "--options", nargs="*", default=[], help="NAME=VALUE of the compiler"
+  )
+  parser.add_argument("--dump", help="a file for the program of one mesh")
   arguments = parser.parse_args()
-  print(json.dumps(measure(arguments)), flush=True)
+  if len(arguments.mesh) == 1:
+    print(json.dumps(measure(arguments, arguments.mesh[0])), flush=True)
+    return
+  for name in arguments.mesh:  # The compiler may abort.
+    again = [a for a in sys.argv[1:] if a not in (*arguments.mesh, "--mesh")]
+    command = [sys.executable, "-m", "benchmarks.meshes", *again]
+    done = subprocess.run(
+      [*command, "--mesh", name], capture_output=True, text=True
+    )
+    print(done.stdout.strip() or json.dumps({name: done.stderr[-300:]}))
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
