@@ -8,12 +8,14 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from model.attention import View
 from model.config import Moe
 from model.execution import Execution
 from model.moe import MoE
+from model.precision import POLICIES
 from tests.model import moe_oracle
 from tests.model.tiny import CONFIG
 from tests.tolerances import tolerance
@@ -113,9 +115,8 @@ def ours(layer, x, segments, numbers, cotangents, impl="auto"):
   """Output, statistics, and gradients of a sum of both."""
 
   def total(layer, x):
+    # There is one segment: numbers follow its positions.
     view = View((), numbers, segments)
-    # Numbers are positions here: there is one segment.
-    view = view._replace(segment_ids=segments)
     y, stats = layer(x, view, Execution(experts=impl))
     dy, dr = cotangents
     real = segments[..., None] != 0
@@ -196,3 +197,45 @@ def test_cases_drop_and_leave_experts_empty():
   stats = check("gshard", 0, 0.0, 1)
   assert stats["dropped_B"].sum() > 0
   assert (stats["counts_BE"].sum(axis=0) == 0).any()
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16_operands"])
+def test_choices_are_those_of_float32_in_bf16(policy):
+  """Operands are rounded, the router is not."""
+  precision = POLICIES[policy]
+  layer = drawn("mixtral", 0, 0)
+  x, segments, numbers = inputs(0, 0.3)
+  view = View((), numbers, segments)
+
+  @jax.jit
+  def run(layer, x):
+    return layer(x, view, Execution(precision=precision))
+
+  x_rounded = jnp.asarray(x, "bfloat16")
+  y, stats = run(layer, x_rounded.astype(precision.activations))
+  assert y.dtype == precision.activations
+  x = np.nan_to_num(np.float64(x_rounded))
+  want, wanted = moe_oracle.layer(
+    weights_of(layer), x, segments, numbers, *CASES["mixtral"]
+  )
+  np.testing.assert_array_equal(stats["counts_BE"], wanted["counts_BE"])
+  np.testing.assert_allclose(
+    stats["z_B"], wanted["z_B"].real, **tolerance("attention")
+  )
+  close = tolerance("attention", "bfloat16")
+  np.testing.assert_allclose(np.float32(y), want.real, **close)
+
+
+def test_the_kernel_equals_a_loop_over_tokens():
+  check("deepseek", 1, 0.3, 1, impl="tpu")
+
+
+def test_a_cache_has_no_limit():
+  """What a row held before is not known, so nothing is dropped."""
+  layer = drawn("gshard", 0, 1)
+  x, segments, numbers = inputs(0, 0.0)
+  view = View((), numbers, segments)
+  run = jax.jit(lambda view: layer(x, view, Execution())[1])
+  dropped = lambda view: run(view)["dropped_B"].sum()
+  assert dropped(view) > 0
+  assert dropped(view._replace(cached=numbers)) == 0

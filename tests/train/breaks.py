@@ -45,6 +45,7 @@ _STEP, _LOSSES = "train/step.py", "model/losses.py"
 _RING = "pallas_kernels/ring_attention/op.py"
 _ULYSSES = "pallas_kernels/ring_attention/ulysses.py"
 _PLACED = "model/placed_attention.py"
+_MOE, _DISPATCH = "model/moe.py", "model/dispatch.py"
 _RING_OF_2 = dict(mesh=dict(context=2), settings=dict(context="ring"))
 _GATHER_OF_2 = dict(mesh=dict(context=2), settings=dict(context="all_gather"))
 _ULYSSES_OF_2 = dict(mesh=dict(context=2), settings=dict(context="ulysses"))
@@ -174,5 +175,54 @@ BREAKS = [
     mesh=dict(context=2),
     settings=dict(context="ring"),
     cell=dict(dropout=True),
+  ),
+  Break(
+    "parts of an expert do not add up",
+    _MOE,
+    "y_ND = jax.lax.psum(y_ND, axes.mlp)",
+    "pass",
+    mesh=dict(expert=2, tensor=2),
+    settings=dict(model="moe"),
+  ),
+  Break(
+    "each device of a sequence balances its own tokens",
+    _MOE,
+    "counts_BE, dropped_B = jax.lax.psum((counts_BE, dropped_B), axes.seq)",
+    "pass",
+    mesh=dict(context=2),
+    settings=dict(model="moe"),
+  ),
+  Break(
+    "each device of a sequence has the places of the first",
+    _MOE,
+    "first = T * jax.lax.axis_index(seq_axes)",
+    "first = 0",
+    mesh=dict(context=2),
+    settings=dict(model="moe_capacity"),
+  ),
+  Break(
+    "rows come back in another order",
+    _DISPATCH,
+    "came = arrivals_XX[:, me], rows_XX[:, me], starts_XX[:, me]",
+    "came = starts_XX[:, me], rows_XX[:, me], starts_XX[:, me]",
+    mesh=dict(expert=2),
+    settings=dict(model="moe"),
+  ),
+  Break(
+    "gradients of rows travel the way of the rows",
+    _DISPATCH,
+    "_exchange(wire, len(x_like), back, there, dy)",
+    "_exchange(wire, len(x_like), there, back, dy)",
+    mesh=dict(expert=2),
+    settings=dict(model="moe"),
+  ),
+  Break(
+    "a micro-batch weighs its routers by itself",
+    "train/experts.py",
+    'rows_B = batch["router_weights"] * stats["router_loss_B"]',
+    'rows_B = jnp.sum(batch["loss_weights"]) / _num_tokens(batch)'
+    ' * stats["router_loss_B"]',
+    mesh=dict(expert=2),
+    settings=dict(model="moe", accumulation=4),
   ),
 ]

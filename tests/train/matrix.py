@@ -124,12 +124,21 @@ def cover() -> list[Cell]:
 
 
 def whole() -> list[Cell]:
-  """Every mesh with every combination, and those of `others`."""
-  cells = [
-    Cell(mesh, tuple(zip(factors(mesh), values, strict=True)))
-    for mesh in meshes()
-    for values in itertools.product(*factors(mesh).values())
-  ]
+  """Every mesh with every combination, and those of `others`.
+
+  Models with experts on the meshes that split them, dense ones on the rest:
+  the other way round is in the cover.
+  """
+  cells = []
+  for mesh in meshes():
+    choices = factors(mesh)
+    split = "expert" in dict(mesh)
+    models = [m for m in choices["model"] if m.startswith("moe") == split]
+    choices |= dict(model=models)
+    cells += [
+      Cell(mesh, tuple(zip(choices, values, strict=True)))
+      for values in itertools.product(*choices.values())
+    ]
   return cells + others()
 
 
