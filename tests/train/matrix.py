@@ -139,7 +139,7 @@ def whole() -> list[Cell]:
       Cell(mesh, tuple(zip(choices, values, strict=True)))
       for values in itertools.product(*choices.values())
     ]
-  return cells + others()
+  return list(dict.fromkeys(cells + others()))
 
 
 def others() -> list[Cell]:
