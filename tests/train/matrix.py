@@ -40,14 +40,18 @@ class Factor:
   axis: str | None = None
 
 
+DENSE, EXPERTS = ("gqa", "mha"), ("moe", "moe_capacity")
+MODELS = (DENSE[0], *EXPERTS, DENSE[1])
+
 FACTORS = {
-  "model": Factor(("gqa", "moe", "moe_capacity", "mha")),
+  "model": Factor(MODELS),
   "packed": Factor((True, False)),
   "optimizer": Factor(("sgd", "adamw")),
   "accumulation": Factor((1, 4)),
   "remat": Factor(("none", "block")),
   "context": Factor(("ring", "all_gather", "ulysses"), "context"),
   "zero_stage": Factor((1, 2, 3), "fsdp"),
+  "embed": Factor(("fsdp", "fsdp context"), "context"),  # a rule
 }
 
 
@@ -126,19 +130,28 @@ def cover() -> list[Cell]:
 def whole() -> list[Cell]:
   """Every mesh with every combination, and those of `others`.
 
-  Models with experts on the meshes that split them, dense ones on the rest:
-  the other way round is in the cover.
+  A dense model and one with experts, of two kinds in turn. Factors that only
+  some meshes have take turns too.
   """
   cells = []
-  for mesh in meshes():
+  for number, mesh in enumerate(meshes()):
     choices = factors(mesh)
-    split = "expert" in dict(mesh)
-    models = [m for m in choices["model"] if m.startswith("moe") == split]
-    choices |= dict(model=models)
-    cells += [
-      Cell(mesh, tuple(zip(choices, values, strict=True)))
-      for values in itertools.product(*choices.values())
-    ]
+    always = {
+      name: values
+      for name, values in choices.items()
+      if FACTORS[name].axis is None and name != "model"
+    }
+    for turn, values in enumerate(itertools.product(*always.values())):
+      turns = {
+        name: of[(number + turn // 2**i) % len(of)]
+        for i, (name, of) in enumerate(choices.items())
+        if name not in always
+      }
+      for models in (DENSE, EXPERTS):
+        model = models[(number + turn) % 2]
+        values_of = dict(zip(always, values, strict=True))
+        found = choices | turns | values_of | dict(model=model)
+        cells.append(Cell(mesh, tuple(found.items())))
   return list(dict.fromkeys(cells + others()))
 
 

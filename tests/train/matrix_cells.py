@@ -17,7 +17,7 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 import jax
 
 from align.preference import dpo_loss
-from sharding.axes import MeshConfig
+from sharding.axes import MeshConfig, Rules
 from sharding.mesh import make_mesh
 from tests.train import breaks, matrix, tiny
 from train.config import OptimizerConfig
@@ -41,7 +41,7 @@ OBJECTIVES = {
   "dpo": dpo_loss(beta=0.5),
 }
 # Factors that are settings of the step; the others say what is computed.
-STEP = ("accumulation", "remat", "context", "zero_stage")
+STEP = ("accumulation", "remat", "context", "zero_stage", "embed")
 NUM_STEPS = 2
 
 
@@ -84,6 +84,8 @@ def compare(cell: matrix.Cell) -> dict[str, dict[str, float]]:
   of = dict(cell.settings)
   mesh = make_mesh(MeshConfig(**{"fsdp": 1} | dict(cell.mesh)))
   settings = {name: of[name] for name in STEP if name in of}
+  if "embed" in settings:
+    settings["rules"] = Rules(embed=tuple(settings.pop("embed").split()))
   if cell.kernels:  # The one device runs what XLA makes of plain JAX.
     settings |= dict(attention="tpu", loss="tpu", experts="tpu")
   ours = train(cell, mesh, **settings)
