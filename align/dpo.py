@@ -91,6 +91,7 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
     "mesh": mesh,
     "rules": rules,
     "zero_stage": config.step.zero_stage,
+    "compression": config.step.compression,
   }
   abstract = abstract_state(make_model, optimizer, **placed)
   shardings = shardings_of(abstract)
@@ -102,6 +103,7 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
     accumulation=config.step.accumulation,
     rows_per_example=2,
     zero_stage=config.step.zero_stage,
+    compression=config.step.compression,
   )
   eval_step = make_eval_step(loss_fn, execution, shardings.model)
 

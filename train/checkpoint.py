@@ -23,6 +23,7 @@ from absl import logging
 from train import manifest as manifest_lib
 
 _STATE = "state"
+_OF_ONE_MESH = "residual."
 
 
 class DamagedCheckpointError(ValueError):
@@ -119,7 +120,8 @@ def restore(
     directory: the folder `checkpoints` of a run.
     step: which one.
     abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings: what is
-      wanted and where. The mesh may be another than that of the saving run.
+      wanted and where. The mesh may be another than that of the saving run;
+      what is owed to compressed sums begins anew then.
     config: of this run; on a mismatch the differing fields are named.
     part: "model": `abstract_state` is that field of the saved state, and only
       it is restored.
@@ -133,9 +135,18 @@ def restore(
   if part is not None:
     abstract_state = {part: abstract_state}
     saved = {k: v for k, v in saved.items() if k.startswith(f"{part}.")}
-  problems = manifest_lib.mismatches(
-    saved, manifest_lib.describe(abstract_state)
-  )
+  wanted = manifest_lib.by_name(abstract_state)
+  described = manifest_lib.describe(abstract_state)
+  # What devices owe to sums has a meaning on their mesh only.
+  anew = [
+    name
+    for name in {*saved, *described}
+    if name.startswith(_OF_ONE_MESH) and saved.get(name) != described.get(name)
+  ]
+  for name in anew:
+    saved.pop(name, None)
+    described.pop(name, None)
+  problems = manifest_lib.mismatches(saved, described)
   path = pathlib.Path(directory) / str(step)
   if problems:
     message = f"Checkpoint {path} is of another model:"
@@ -146,18 +157,22 @@ def restore(
     raise ValueError(message + "\nChange the config, or use another workdir.")
 
   import jax
+  import jax.numpy as jnp
   import orbax.checkpoint as ocp  # 0.8 s; a fresh run does not need it.
 
-  wanted = manifest_lib.by_name(abstract_state)
+  items = {name: wanted[name] for name in described}
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     arrays = checkpointer.restore(
       (path / _STATE).absolute(),
       args=ocp.args.PyTreeRestore(
-        item=wanted,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-        partial_restore=part is not None,
+        item=items,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(items),
+        partial_restore=part is not None or bool(anew),
       ),
     )
+  for name in wanted.keys() & anew:
+    leaf = wanted[name]
+    arrays[name] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
   treedef = jax.tree.structure(abstract_state)
   state = jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
   return Restored(

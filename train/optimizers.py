@@ -42,12 +42,22 @@ class Optimizer:
     clip_norm: largest global norm of a gradient; None: any.
     master_weights: whether its state keeps the weights, and the model holds
       them rounded to bfloat16.
+    b1: decay of the momentum.
+    freeze_step: of 1-bit Adam, the step from which on the variance stands
+      still and momenta cross between replicas; None: another rule.
   """
 
   direction: optax.GradientTransformation
   schedule: Schedule
   clip_norm: float | None
   master_weights: bool = False
+  b1: float = 0.0
+  freeze_step: int | None = None
+
+  def momentum(self, opt_state: Any) -> nnx.Module:
+    """Returns the first moments of 1-bit Adam, structured like the model."""
+    moments = opt_state.moments if self.master_weights else opt_state
+    return moments[0].mu
 
   def start(self, weights: nnx.Module) -> tuple[nnx.Module, Any]:
     """Returns the model to train and the state before the first step.
@@ -99,7 +109,7 @@ class Optimizer:
 
 
 def make_optimizer(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
-  """Builds AdamW (arXiv:1711.05101) or SGD from its settings."""
+  """Builds AdamW (arXiv:1711.05101), 1-bit Adam or SGD from its settings."""
   match config.kind:
     case "adamw":
       parts = [optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)]
@@ -107,9 +117,16 @@ def make_optimizer(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
       # Without momentum there are no moments to store.
       trace = optax.trace(config.momentum)
       parts = [trace if config.momentum else optax.identity()]
+    case "onebit_adam":
+      parts = [
+        _scale_by_onebit_adam(
+          config.b1, config.b2, config.eps, config.freeze_step
+        )
+      ]
     case _:
       raise ValueError(
-        f"optimizer.kind must be 'adamw' or 'sgd', got {config.kind!r}"
+        "optimizer.kind must be 'onebit_adam', 'adamw' or 'sgd', got"
+        f" {config.kind!r}"
       )
   if config.weight_decay:
     parts.append(optax.add_decayed_weights(config.weight_decay, mask=decayed))
@@ -118,7 +135,41 @@ def make_optimizer(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
     schedule=schedule,
     clip_norm=config.clip_norm,
     master_weights=config.master_weights,
+    b1=config.b1,
+    freeze_step=config.freeze_step,
   )
+
+
+def _scale_by_onebit_adam(
+  b1: float, b2: float, eps: float, freeze_step: int
+) -> optax.GradientTransformation:
+  """Adam whose variance stands still from a step on (arXiv:2102.02888).
+
+  Not as in the paper, moments are corrected for their start at 0, the variance
+  as it stood when it was frozen: the step where this happens is no jump.
+  """
+
+  def init(weights):
+    return optax.scale_by_adam(b1, b2, eps).init(weights)
+
+  def update(grads, state, params=None):
+    del params
+    frozen = state.count >= freeze_step
+    mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
+    nu = jax.tree.map(
+      lambda v, g: jnp.where(frozen, v, b2 * v + (1 - b2) * g**2),
+      state.nu,
+      grads,
+    )
+    count = state.count + 1
+    of_mu = 1 - b1**count
+    of_nu = 1 - b2 ** jnp.minimum(count, freeze_step)
+    directions = jax.tree.map(
+      lambda m, v: m / of_mu / (jnp.sqrt(v / of_nu) + eps), mu, nu
+    )
+    return directions, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+
+  return optax.GradientTransformation(init, update)
 
 
 def decayed(model: nnx.Module) -> nnx.Module:

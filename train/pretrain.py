@@ -74,6 +74,7 @@ def run(config: PretrainConfig, workdir: str) -> Result:
     "mesh": mesh,
     "rules": rules,
     "zero_stage": config.step.zero_stage,
+    "compression": config.step.compression,
   }
   abstract = abstract_state(make_model, optimizer, **placed)
   shardings = shardings_of(abstract)
@@ -84,6 +85,7 @@ def run(config: PretrainConfig, workdir: str) -> Result:
     shardings,
     accumulation=config.step.accumulation,
     zero_stage=config.step.zero_stage,
+    compression=config.step.compression,
   )
   evaluate = assembly.make_held_out(
     config.held_out,

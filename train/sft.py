@@ -82,6 +82,7 @@ def run(config: SFTConfig, workdir: str, *, model: Any = None) -> Result:
     "mesh": mesh,
     "rules": rules,
     "zero_stage": config.step.zero_stage,
+    "compression": config.step.compression,
   }
   abstract = abstract_state(make_model, optimizer, **placed)
   shardings = shardings_of(abstract)
@@ -92,6 +93,7 @@ def run(config: SFTConfig, workdir: str, *, model: Any = None) -> Result:
     shardings,
     accumulation=config.step.accumulation,
     zero_stage=config.step.zero_stage,
+    compression=config.step.compression,
   )
   evaluate = assembly.make_held_out(
     config.held_out,

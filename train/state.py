@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from sharding import zero
 from sharding.axes import Rules
 from sharding.rules import tree_shardings
+from train import exchange
 from train.optimizers import Optimizer
 
 MakeModel = Callable[[nnx.Rngs], nnx.Module]
@@ -30,12 +31,15 @@ class TrainState:
     model: the weights, float32, or bfloat16 where the optimizer keeps them.
     opt_state: moments (and master weights), each split like its weight.
     rng: uint32 [2], the run's threefry key as plain data.
+    residual: what devices owe to compressed sums of gradients, a
+      `sharding.compression.Residual`; None: nothing.
   """
 
   step: jax.Array
   model: nnx.Module
   opt_state: Any
   rng: jax.Array
+  residual: Any = None
 
 
 def step_key(state: TrainState) -> jax.Array:
@@ -51,6 +55,7 @@ def abstract_state(
   mesh: Mesh,
   rules: Rules,
   zero_stage: int = 3,
+  compression: str = "none",
 ) -> TrainState:
   """Returns shapes, dtypes and shardings of a state, allocating nothing.
 
@@ -62,12 +67,15 @@ def abstract_state(
     mesh: where the state will live.
     rules: logical dim -> mesh axes.
     zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
+    compression: of gradients between replicas, see `train/exchange.py`.
 
   Raises:
-    ValueError: a weight does not divide over the mesh.
+    ValueError: a weight does not divide over the mesh, or nothing is
+      replicated that could be compressed.
   """
+  where = {"mesh": mesh, "rules": rules, "compression": compression}
   abstract = jax.eval_shape(
-    lambda: _new_state(make_model(nnx.Rngs(0)), optimizer, seed=0)
+    lambda: _new_state(make_model(nnx.Rngs(0)), optimizer, seed=0, **where)
   )
   return _with_shardings(abstract, mesh, rules, zero_stage)
 
@@ -85,6 +93,7 @@ def init_state(
   mesh: Mesh,
   rules: Rules,
   zero_stage: int = 3,
+  compression: str = "none",
 ) -> TrainState:
   """Draws new weights; every array is born on its own devices.
 
@@ -97,15 +106,20 @@ def init_state(
     mesh: where the state lives.
     rules: logical dim -> mesh axes.
     zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
+    compression: of gradients between replicas, see `train/exchange.py`.
 
   Raises:
-    ValueError: a weight does not divide over the mesh.
+    ValueError: a weight does not divide over the mesh, or nothing is
+      replicated that could be compressed.
   """
+  where = {"mesh": mesh, "rules": rules, "compression": compression}
   abstract = abstract_state(
-    make_model, optimizer, mesh=mesh, rules=rules, zero_stage=zero_stage
+    make_model, optimizer, zero_stage=zero_stage, **where
   )
   init = jax.jit(
-    lambda: _new_state(make_model(nnx.Rngs(seed)), optimizer, seed=seed),
+    lambda: _new_state(
+      make_model(nnx.Rngs(seed)), optimizer, seed=seed, **where
+    ),
     out_shardings=shardings_of(abstract),
   )
   return init()
@@ -119,6 +133,7 @@ def state_from_model(
   mesh: Mesh,
   rules: Rules,
   zero_stage: int = 3,
+  compression: str = "none",
 ) -> TrainState:
   """Starts from given weights (fine-tuning), which stay valid: they are copied.
 
@@ -129,11 +144,14 @@ def state_from_model(
     mesh: where the state lives.
     rules: logical dim -> mesh axes.
     zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
+    compression: of gradients between replicas, see `train/exchange.py`.
 
   Raises:
-    ValueError: a weight does not divide over the mesh.
+    ValueError: a weight does not divide over the mesh, or nothing is
+      replicated that could be compressed.
   """
-  new = lambda model: _new_state(model, optimizer, seed=seed)
+  where = {"mesh": mesh, "rules": rules, "compression": compression}
+  new = lambda model: _new_state(model, optimizer, seed=seed, **where)
   shardings = shardings_of(
     _with_shardings(jax.eval_shape(new, model), mesh, rules, zero_stage)
   )
@@ -147,15 +165,23 @@ def state_from_model(
 
 
 def _new_state(
-  model: nnx.Module, optimizer: Optimizer, *, seed: int
+  model: nnx.Module,
+  optimizer: Optimizer,
+  *,
+  seed: int,
+  mesh: Mesh,
+  rules: Rules,
+  compression: str,
 ) -> TrainState:
   """Returns the state before the first step."""
+  residual = exchange.no_residual(model, mesh, rules, compression)
   model, opt_state = optimizer.start(model)
   return TrainState(
     step=jnp.zeros((), jnp.int32),
     model=model,
     opt_state=opt_state,
     rng=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
+    residual=residual,
   )
 
 
@@ -167,6 +193,9 @@ def _with_shardings(
     tree_shardings(abstract, mesh, rules),
     model=tree_shardings(
       abstract.model, mesh, zero.parameter_rules(rules, zero_stage)
+    ),
+    residual=jax.tree.map(
+      lambda _: exchange.residual_sharding(mesh), abstract.residual
     ),
   )
   return jax.tree.map(

@@ -20,11 +20,15 @@ from pallas_kernels.ring_attention.order import permutation
 from sharding import zero
 from sharding.arrays import batch_sharding, check_batch_size
 from sharding.axes import Rules
+from sharding.compression import Residual
 from sharding.rules import is_variable, replicated, tree_shardings
-from train import experts
+from train import exchange, experts
 from train.objective import Batch, Metrics, Objective
 from train.optimizers import Optimizer, global_norm
 from train.state import TrainState, step_key
+
+# Folded into a step's key; rows of a batch have lower numbers.
+_ROUNDING = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,7 @@ def make_train_step(
   accumulation: int = 1,
   rows_per_example: int = 1,
   zero_stage: int = 3,
+  compression: str = "none",
 ) -> TrainStep:
   """Returns the jitted `train_step(state, batch) -> (state, metrics)`.
 
@@ -86,6 +91,7 @@ def make_train_step(
     accumulation: micro-batches a step.
     rows_per_example: neighbouring rows that the loss reads together.
     zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
+    compression: of gradients between replicas, see `train/exchange.py`.
 
   Raises:
     ValueError: (at the first step) the batch does not divide over the mesh
@@ -93,6 +99,11 @@ def make_train_step(
   """
   mesh, rules = execution.mesh, execution.rules
   places, tree = jax.tree.flatten(shardings)
+  if (compression == "signs") != (optimizer.freeze_step is not None):
+    raise ValueError(
+      "step.compression=signs and optimizer.kind=onebit_adam belong together:"
+      " signs of gradients would spoil the variance of another optimizer"
+    )
 
   def train_step(leaves: list, batch: Batch):
     state = tree.unflatten(leaves)
@@ -109,7 +120,7 @@ def make_train_step(
       batch = experts.with_router_weights(batch, objective.weight(batch))
     # Where a device updates a part of a weight, whatever it holds of it.
     parts = tree_shardings(state.model, mesh, rules)
-    sums = _gradient_sums(
+    sums, residual = _gradient_sums(
       objective,
       state.model,
       batch,
@@ -117,6 +128,7 @@ def make_train_step(
       execution,
       zero.gradient_rules(rules, zero_stage),
       accumulation,
+      _exchange(compression, optimizer, state),
     )
     # The one division. A batch of nothing but padding has gradient 0.
     weight = jnp.where(sums.weight > 0, sums.weight, 1.0)
@@ -157,7 +169,11 @@ def make_train_step(
     assert not clash, f"the loss names its aux like a metric: {clash}"
     metrics |= {name: value / weight for name, value in aux.items()}
     state = TrainState(
-      step=state.step + 1, model=model, opt_state=opt_state, rng=state.rng
+      step=state.step + 1,
+      model=model,
+      opt_state=opt_state,
+      rng=state.rng,
+      residual=residual,
     )
     return jax.tree.leaves(state), metrics
 
@@ -238,8 +254,12 @@ def _gradient_sums(
   execution: Execution,
   gradient_rules: Rules,
   accumulation: int,
-) -> _Sums:
-  """Returns the sums of a batch and the gradient of the loss sum."""
+  compressed: exchange.Exchange | None,
+) -> tuple[_Sums, Residual | None]:
+  """Returns the sums of a batch and the gradient of the loss sum.
+
+  And what compression owes to the gradients of later steps.
+  """
   mesh, rules = execution.mesh, execution.rules
 
   def vjp(batch: Batch, execution: Execution):
@@ -254,15 +274,15 @@ def _gradient_sums(
 
     return jax.vjp(loss, model, has_aux=True)
 
-  if accumulation == 1:
+  if accumulation == 1 and compressed is None:
     minimised, pull_back, sums = vjp(batch, execution)
-    return _Sums(*sums, *pull_back(jnp.ones_like(minimised)))
+    return _Sums(*sums, *pull_back(jnp.ones_like(minimised))), None
 
   # Were all replicas of the gradient one program, XLA would reduce every
   # micro-batch. A vmap over the replicas gives each a gradient of its own; the
   # sum over them afterwards is the only reduction.
   places = tree_shardings(model, mesh, gradient_rules)
-  replicas = _replica_axes(execution, places)
+  replicas = exchange.replica_axes(jax.tree.leaves(places), mesh, rules)
   shards = tuple(axis for axis in rules.batch if axis not in replicas)
   inner = dataclasses.replace(
     execution, rules=dataclasses.replace(rules, batch=shards)
@@ -299,13 +319,42 @@ def _gradient_sums(
   over = (0, 1) if replicas else 0
   sums = jax.tree.map(lambda x: jnp.sum(x, axis=over), each)
   totals = list(map(jax.freeze, grads))
+  parts = jax.tree.leaves(tree_shardings(model, mesh, rules))
   if replicas[-1:] == ("fsdp",):
-    parts = jax.tree.leaves(tree_shardings(model, mesh, rules))
     totals = zero.sum_parts(totals, stacked, parts, replicas)
     replicas = replicas[:-1]
-  if replicas:
+  residual = None
+  if replicas and compressed is None:
     totals = map(jnp.sum, totals, dims)
-  return _Sums(*sums, tree.unflatten(totals))
+  elif replicas:
+    # The division belongs to the step, but what is owed is of means.
+    weight = jnp.where(sums[1] > 0, sums[1], 1.0)
+    totals, residual = compressed.sum(
+      [total / weight for total in totals],
+      dims,
+      parts,
+      replicas,
+      key=jax.random.fold_in(key, _ROUNDING),
+    )
+    totals = [total * weight for total in totals]
+  return _Sums(*sums, tree.unflatten(totals)), residual
+
+
+def _exchange(
+  compression: str, optimizer: Optimizer, state: TrainState
+) -> exchange.Exchange | None:
+  """How the step after `state` adds up gradients; None: as they are."""
+  if compression == "none":
+    return None
+  how = exchange.Exchange(compression=compression, residual=state.residual)
+  if optimizer.freeze_step is None:
+    return how
+  return dataclasses.replace(
+    how,
+    momentum=jax.tree.leaves(optimizer.momentum(state.opt_state)),
+    decay=optimizer.b1,
+    whole=state.step < optimizer.freeze_step,
+  )
 
 
 def _stacked(model: nnx.Module) -> list[bool]:
@@ -328,22 +377,6 @@ def _zeros(
   return jax.lax.with_sharding_constraint(
     jnp.zeros(shape, weight.dtype), NamedSharding(mesh, PartitionSpec(*spec))
   )
-
-
-def _replica_axes(
-  execution: Execution, gradient_shardings: nnx.Module
-) -> tuple[str, ...]:
-  """Returns the mesh axes that split the batch but no gradient, fsdp last."""
-  used = set()
-  for place in jax.tree.leaves(gradient_shardings):
-    for entry in place.spec:
-      used |= {entry} if isinstance(entry, str) else set(entry or ())
-  axes = [
-    axis
-    for axis in execution.rules.batch
-    if execution.mesh.shape[axis] > 1 and axis not in used
-  ]
-  return tuple(sorted(axes, key=lambda axis: axis == "fsdp"))
 
 
 def _split_rows(

@@ -188,3 +188,32 @@ def test_bad_values(changes, message):
 def test_unknown_kind():
   with pytest.raises(ValueError, match="'adamw' or 'sgd', got 'adam'"):
     make_optimizer(OptimizerConfig(kind="adam"), SCHEDULE)
+
+
+def test_onebit_adam_is_adamw_until_its_variance_stands_still():
+  """Then its updates are those of momenta over one and the same root."""
+  grads = [{"w": jnp.array([0.3, -2.0]) * k} for k in (1.0, 3.0, 0.5, 7.0)]
+  weights = {"w": jnp.zeros(2)}
+  settings = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
+  adamw, onebit = (
+    make_optimizer(
+      OptimizerConfig(**settings, clip_norm=None, **kind), SCHEDULE
+    )
+    for kind in ({}, {"kind": "onebit_adam", "freeze_step": 2})
+  )
+  states = [rule.direction.init(weights) for rule in (adamw, onebit)]
+  m = v = np.zeros(2)
+  directions = [np.zeros(2)] * 2
+  for step, g in enumerate(grads):
+    for i, rule in enumerate((adamw, onebit)):
+      direction, states[i] = rule.direction.update(g, states[i], weights)
+      directions[i] = direction["w"]
+    m = 0.9 * m + 0.1 * np.asarray(g["w"], np.float64)
+    if step < 2:
+      np.testing.assert_allclose(directions[1], directions[0], rtol=1e-6)
+      v = 0.99 * v + 0.01 * np.asarray(g["w"], np.float64) ** 2
+    want = (
+      m / (1 - 0.9 ** (step + 1)) / np.sqrt(v / (1 - 0.99 ** min(step + 1, 2)))
+    )
+    np.testing.assert_allclose(directions[1], want, rtol=1e-5)
+  assert np.abs(directions[1] / directions[0] - 1).min() > 0.1

@@ -158,13 +158,14 @@ def start(
   rows_per_example: int = 1,
   rules: Rules = Rules(),
   zero_stage: int = 3,
+  compression: str = "none",
   **execution,
 ):
   """Returns the state before the first step, and the production step."""
   rule = optimizer_of(optimizer)
-  state = state_from_model(
-    model, rule, seed=3, mesh=mesh, rules=rules, zero_stage=zero_stage
-  )
+  placed = dict(mesh=mesh, rules=rules)
+  placed |= dict(zero_stage=zero_stage, compression=compression)
+  state = state_from_model(model, rule, seed=3, **placed)
   train_step = make_train_step(
     objective,
     rule,
@@ -173,6 +174,7 @@ def start(
     accumulation=accumulation,
     rows_per_example=rows_per_example,
     zero_stage=zero_stage,
+    compression=compression,
   )
   return state, train_step
 
