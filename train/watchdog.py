@@ -195,15 +195,17 @@ class _Watch:
 
   def _mourn(self, who: int, how: str) -> None:
     """Says who died and how; the first one only. The center tells all."""
-    if not self._ended.is_set():
-      if self._id == 0:
-        self._tell(f"{how} {who}")
-      self._say(f"process {who} of {self._num_processes} {_HOW[how]}.")
-      self._say("The others end as well. " + resume_hint(self._folder))
-      self._ended.set()
+    if self._ended.is_set():
+      return
+    self._ended.set()
+    if self._id == 0:
+      self._tell(f"{how} {who}")
+    self._say(f"process {who} of {self._num_processes} {_HOW[how]}.")
+    self._say("The others end as well. " + resume_hint(self._folder))
 
   def _say(self, text: str) -> None:
-    print(f"[watchdog {self._id}] {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # Whoever listened may be gone as well.
+      print(f"[watchdog {self._id}] {text}", file=sys.stderr, flush=True)
 
 
 def main(process_id, num_processes, heartbeat, host, port, listener=None):

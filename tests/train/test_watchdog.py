@@ -38,14 +38,17 @@ class Host:
 
 
 @pytest.fixture
-def hosts():
-  """Three companions that know each other."""
+def hosts(tmp_path):
+  """Three companions that know each other, and where the run saves."""
   with socket.create_server(("localhost", 0)) as listener:
     port = listener.getsockname()[1]
     found = [Host(0, 3, port, listener.fileno())]
     found += [Host(i, 3, port) for i in (1, 2)]
+    for host in found:
+      host.end.saves_to(tmp_path)
     ready = found[0].process.stderr.readline()
     assert ready == "[watchdog 0] watches over 3 processes.\n"
+    time.sleep(0.5)  # The others read their pipes once they are connected.
   yield found
   for host in found:
     host.process.kill()
@@ -60,8 +63,6 @@ def test_all_say_who_died(hosts, victim, tmp_path):
   for step in (4, 8):
     (tmp_path / str(step)).mkdir()
   manifest.write(tmp_path / "4", {"step": 4})  # 8 is unfinished.
-  for host in hosts:
-    host.end.saves_to(tmp_path)
   hosts[victim].process.stdin.close()
   for i, host in enumerate(hosts):
     lines = host.said().splitlines()
@@ -105,6 +106,14 @@ def test_nothing_is_said_of_a_run_that_ends(hosts):
     time.sleep(0.2)
     hosts[i].process.stdin.close()
   assert [host.said() for host in hosts] == ["", "", ""]
+
+
+def test_none_stays_where_nobody_listens(hosts):
+  for host in hosts:
+    host.process.stderr.close()
+  hosts[1].process.stdin.close()
+  for host in hosts:
+    assert host.process.wait(10) is not None
 
 
 def test_who_is_done_first_still_watches(hosts):
