@@ -67,7 +67,9 @@ def build(topology: str, name: str, length: int, rows: int, layers: int):
   )
   devices = topology_devices(topology)
   sizes = {"fsdp": 1} | MESHES[name]
-  mesh, rules = make_mesh(MeshConfig(**sizes), devices=devices), Rules()
+  mesh = make_mesh(MeshConfig(**sizes), devices=devices)
+  # Whoever shares a sequence shares the weights as well.
+  rules = Rules(embed=("fsdp", "context"))
   optimizer = make_optimizer(
     OptimizerConfig(), make_schedule(ScheduleConfig(), 1000)
   )
