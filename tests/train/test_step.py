@@ -192,8 +192,17 @@ def test_one_gradient_reduction_a_step(model, config):
   # Each device's share of the gradient, and the sums of loss, weight, nll and
   # z_loss: once.
   assert sum(op.num_elements for op in between_replicas) == share + 4
-  # Splitting into micro-batches moves no row to another device.
-  assert not {op.kind for op in ops} & {"all-to-all", "collective-permute"}
+  # Splitting into micro-batches moves no row to another device. What moves are
+  # embeddings of two rows, half of each, and their gradients, to the shards of
+  # the table that gave them.
+  kinds = ("all-to-all", "collective-permute")
+  moved = [op for op in ops if op.kind in kinds]
+  for op in moved:
+    assert (op.kind, op.axes) == ("all-to-all", {"fsdp"})
+    assert {shape.dtype for shape in op.operands} == {"f32"}
+    half = tiny.LENGTH // 2
+    assert op.num_elements == 2 * half * model.config.embed_dim
+  assert len(moved) == (2 if config.fsdp > 1 else 0)
   if config.fsdp > 1:
     # The counter does see what is inside the loop.
     inside = {axis for op in ops if op.in_loop for axis in op.axes}
