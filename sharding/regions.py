@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 def current_mesh(mesh: Mesh) -> Mesh | AbstractMesh:
@@ -35,15 +35,29 @@ def by_device(
     out_specs: of the results.
   """
   rest = set(mesh.axis_names) - set(manual_axes())
-  return jax.shard_map(
+  here = current_mesh(mesh)
+  region = jax.shard_map(
     function,
-    mesh=current_mesh(mesh),
+    mesh=here,
     in_specs=in_specs,
     out_specs=out_specs,
     axis_names=rest,
     # Kernels do not say over which axes their results vary.
     check_vma=False,
   )
+
+  def placed(spec, part):
+    place = NamedSharding(here, spec)
+    constrain = lambda x: jax.lax.with_sharding_constraint(x, place)
+    return jax.tree.map(constrain, part)
+
+  def run(*arguments):
+    # Weights whose gradients are added up in place (`vjp.with_refs`) must not
+    # enter a region as they are: JAX refuses it.
+    is_spec = lambda spec: isinstance(spec, PartitionSpec)
+    return region(*jax.tree.map(placed, in_specs, arguments, is_leaf=is_spec))
+
+  return run
 
 
 def gathered(
