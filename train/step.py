@@ -98,6 +98,9 @@ def make_train_step(
       and the micro-batches.
   """
   mesh, rules = execution.mesh, execution.rules
+  # The model must not gather weights that are whole.
+  held = zero.parameter_rules(rules, zero_stage)
+  execution = dataclasses.replace(execution, rules=held)
   places, tree = jax.tree.flatten(shardings)
   if (compression == "signs") != (optimizer.freeze_step is not None):
     raise ValueError(

@@ -71,11 +71,15 @@ def test_kernels_are_in_the_program():
 
 
 def test_attention_gathers_nothing():
-  """Heads stay where they are: what is gathered are weights and residuals."""
+  """Heads stay where they are: what is gathered are weights and residuals.
+
+  (And the ids of tokens, which are integers.)
+  """
   gathered = re.findall(
-    r"\w+\[([\d,]+)\]\S* all-gather(?:-start)?\(", program()
+    r"b?f\d+\[([\d,]+)\]\S* all-gather(?:-start)?\(", program()
   )
   shapes = [tuple(map(int, dims.split(","))) for dims in gathered]
   assert shapes
   for shape in shapes:
-    assert CONFIG.embed_dim in shape, shape
+    # The stream, or what a part of the table over fsdp=4 gives of it.
+    assert {CONFIG.embed_dim, CONFIG.embed_dim // 4} & set(shape), shape
