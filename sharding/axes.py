@@ -58,7 +58,7 @@ class Rules:
   """Logical dim -> the mesh axes that split it. () leaves a dim whole.
 
   Weights use "embed", "mlp", "heads", "kv_heads", "head_dim", "vocab",
-  "expert", "layers", "stage". Activations use "batch", "seq",
+  "expert", "layers". Activations use "batch", "seq",
   "residual_seq" (the sequence between layers: norms and residuals are
   sequence-parallel on `tensor`), and the weight names of dims that a tensor
   product leaves split ("mlp", "heads", "kv_heads", "vocab"). The feature dim
@@ -75,5 +75,4 @@ class Rules:
   head_dim: tuple[str, ...] = ()
   vocab: tuple[str, ...] = ("tensor",)
   expert: tuple[str, ...] = ("expert",)
-  layers: tuple[str, ...] = ()
-  stage: tuple[str, ...] = ("pipeline",)
+  layers: tuple[str, ...] = ("pipeline",)

@@ -53,8 +53,9 @@ def plan(schedule: Schedule) -> Plan:
   # The first virtual stage has no input, the last no gradient from outside.
   sent = np.concatenate([never, F[:, :-1]], axis=1)
   returned = np.concatenate([B[:, 1:], never], axis=1)
+  again = BACKWARD in schedule.actions and not schedule.split
   lives = {
-    "inputs": (sent + 1, F if schedule.split else B, sent >= 0),
+    "inputs": (sent + 1, B if again else F, sent >= 0),
     "gradients": (returned + 1, B, returned >= 0),
   }
   if schedule.split:
@@ -74,7 +75,7 @@ def plan(schedule: Schedule) -> Plan:
     rows[name] = m[..., action]
     rows[f"{name}_chunk"] = c[..., action]
   reads = {
-    "inputs": ("forward",) if schedule.split else ("forward", "backward"),
+    "inputs": ("forward", "backward") if again else ("forward",),
     "gradients": ("backward",),
     "residuals": ("forward", "backward", "weight"),
     "cotangents": ("backward", "weight"),

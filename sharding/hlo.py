@@ -57,6 +57,7 @@ class Collective:
     group_size: devices that talk to each other.
     times: calls in a run of the program.
     in_loop: whether it stands inside the body of a `while`.
+    in_branch: whether it stands inside a branch of a `conditional`.
     asynchronous: whether other work is scheduled while it runs.
     hidden_cycles: the compiler's estimate of that work, a call. What runs at
       the same time counts the same work.
@@ -68,6 +69,7 @@ class Collective:
   group_size: int
   times: int
   in_loop: bool
+  in_branch: bool
   asynchronous: bool
   hidden_cycles: int
 
@@ -123,6 +125,7 @@ def collectives(hlo: str, mesh: Mesh) -> list[Collective]:
           group_size=len(groups[0]),
           times=runs.times,
           in_loop=runs.in_loop,
+          in_branch=runs.in_branch,
           asynchronous=between is not None,
           hidden_cycles=sum(map(module.cycles, between or ())),
         )
@@ -163,6 +166,7 @@ class _Runs(NamedTuple):
 
   times: int | None
   in_loop: bool
+  in_branch: bool
 
 
 class _Module:
@@ -192,7 +196,7 @@ class _Module:
       name: {instruction.name: instruction.shape for instruction in lines}
       for name, lines in self.computations.items()
     }
-    self._visit(entry, _Runs(1, False))
+    self._visit(entry, _Runs(1, False, False))
 
   def _visit(self, name: str, runs: _Runs) -> None:
     """Notes how often a computation runs, and what it calls."""
@@ -200,16 +204,22 @@ class _Module:
     if known is not None:
       whole = None not in (known.times, runs.times)
       times = known.times + runs.times if whole else None
-      self.runs[name] = _Runs(times, known.in_loop or runs.in_loop)
+      in_loop = known.in_loop or runs.in_loop
+      in_branch = known.in_branch or runs.in_branch
+      self.runs[name] = _Runs(times, in_loop, in_branch)
     else:
       self.runs[name] = runs
     for index, instruction in enumerate(self.computations[name]):
       if instruction.opcode == "while":
         trips = self._trips(instruction)
         whole = None not in (trips, runs.times)
-        inner = _Runs(runs.times * trips if whole else None, True)
+        times = runs.times * trips if whole else None
+        inner = _Runs(times, True, runs.in_branch)
         self._visit(instruction.called("body")[0], inner)
       elif not instruction.opcode.endswith(("-update", "-done")):
+        inner = runs
+        if instruction.opcode == "conditional":
+          inner = runs._replace(in_branch=True)
         for called in instruction.called(
           "calls",
           "to_apply",
@@ -218,7 +228,7 @@ class _Module:
           "false_computation",
         ):
           self._callers[called] = name, index
-          self._visit(called, runs)
+          self._visit(called, inner)
 
   def _trips(self, loop: _Instruction) -> int | None:
     """Iterations of a loop that counts up from 0 to a constant.

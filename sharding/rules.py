@@ -7,7 +7,7 @@ each name to mesh axes; the two give a `PartitionSpec`.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -148,13 +148,22 @@ def is_variable(leaf: object) -> bool:
   return isinstance(leaf, nnx.Variable)
 
 
+def stacked(tree: Any) -> list[bool]:
+  """Returns which leaves have the dim of stacked layers in front."""
+  return [
+    is_variable(leaf) and leaf.ndim > len(leaf.get_metadata("names"))
+    for leaf in jax.tree.leaves(tree, is_leaf=is_variable)
+  ]
+
+
 def tree_shardings(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
   """Returns the tree with each array replaced by its sharding.
 
   Args:
     tree: abstract or real arrays. An `nnx.Variable` has metadata `names`, the
       logical names of its last dims; a dim more in front is the stacked
-      layers. Any other leaf (step, counts, keys) is replicated.
+      layers. Layers that do not divide are left whole, and another dim is
+      split in their place. Any other leaf (step, counts, keys) is replicated.
     mesh: where to.
     rules: logical dim -> mesh axes.
 
@@ -166,8 +175,34 @@ def tree_shardings(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
     if not is_variable(leaf):
       return replicated(mesh)
     names = tuple(leaf.get_metadata("names"))
-    names = ("layers",) * (leaf.ndim - len(names)) + names
     array = jax.tree_util.keystr(path, simple=True, separator=".")
-    return leaf.replace(sharding(array, leaf.shape, names, mesh, rules))
+    if leaf.ndim == len(names):
+      return leaf.replace(sharding(array, leaf.shape, names, mesh, rules))
+    axes = mesh_axes("layers", rules)
+    if leaf.shape[0] % math.prod(mesh.shape[axis] for axis in axes) == 0:
+      names = ("layers", *names)
+      return leaf.replace(sharding(array, leaf.shape, names, mesh, rules))
+    placed = sharding(array, leaf.shape, (None, *names), mesh, rules)
+    return leaf.replace(_split_more(leaf.shape, placed, axes))
 
   return jax.tree_util.tree_map_with_path(place, tree, is_leaf=is_variable)
+
+
+def _split_more(
+  shape: Sequence[int], placed: NamedSharding, axes: tuple[str, ...]
+) -> NamedSharding:
+  """Splits one more dim than the first over `axes`, or splits one further.
+
+  Whoever holds all layers would otherwise hold them whole; small arrays that
+  nothing divides are.
+  """
+  mesh = placed.mesh
+  for dim in range(1, len(shape)):
+    entry = placed.spec[dim]
+    entry = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    entry += tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    if shape[dim] % math.prod(mesh.shape[axis] for axis in entry) == 0:
+      spec = list(placed.spec)
+      spec[dim] = entry
+      return NamedSharding(mesh, PartitionSpec(*spec))
+  return placed

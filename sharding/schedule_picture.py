@@ -110,9 +110,7 @@ def one_action_a_tick(num_stages: int, num_micro: int) -> Schedule:
         actions.append((schedules.FORWARD, warmup + m))
     sequences.append(actions)
   table = schedules.in_order(sequences)
-  return Schedule(
-    name="1f1b, 1 action", num_micro=M, num_chunks=1, split=False, table=table
-  )
+  return Schedule(name="1f1b, 1 action", num_micro=M, num_chunks=1, table=table)
 
 
 def main(path: str) -> None:

@@ -27,17 +27,22 @@ class Schedule:
     name: how it is called.
     num_micro: micro-batches M of a step.
     num_chunks: chunks of layers V that each stage holds.
-    split: whether gradients of weights are an action of their own. If not,
-      backward means all gradients.
     table: int32 [ticks, P, 3, 2]: micro-batch and chunk of the forward, the
       backward and the weight-gradient action of a stage in a tick; -1: none.
+    actions: those there are, in order. Without `WEIGHT`, backward means all
+      gradients; without `BACKWARD`, the pipeline evaluates.
   """
 
   name: str
   num_micro: int
   num_chunks: int
-  split: bool
   table: np.ndarray
+  actions: tuple[int, ...] = (FORWARD, BACKWARD)
+
+  @property
+  def split(self) -> bool:
+    """Whether gradients of weights are an action of their own."""
+    return WEIGHT in self.actions
 
   @property
   def num_stages(self) -> int:
@@ -63,9 +68,7 @@ def gpipe(num_stages: int, num_micro: int) -> Schedule:
     for m in range(M):
       table[m + s, s, FORWARD] = m, 0
       table[M + P - 1 + m + P - 1 - s, s, BACKWARD] = m, 0
-  return Schedule(
-    name="gpipe", num_micro=M, num_chunks=1, split=False, table=table
-  )
+  return Schedule(name="gpipe", num_micro=M, num_chunks=1, table=table)
 
 
 def one_forward_one_backward(num_stages: int, num_micro: int) -> Schedule:
@@ -109,9 +112,7 @@ def interleaved(num_stages: int, num_micro: int, num_chunks: int) -> Schedule:
       table[k + s, s, FORWARD] = m, c
       # The last virtual stage turns round in the tick of its first forward.
       table[V * P - 1 + k + P - 1 - s, s, BACKWARD] = m, V - 1 - c
-  return Schedule(
-    name="interleaved", num_micro=M, num_chunks=V, split=False, table=table
-  )
+  return Schedule(name="interleaved", num_micro=M, num_chunks=V, table=table)
 
 
 def zero_bubble(num_stages: int, num_micro: int) -> Schedule:
@@ -138,8 +139,27 @@ def zero_bubble(num_stages: int, num_micro: int) -> Schedule:
     name="zero_bubble",
     num_micro=M,
     num_chunks=1,
-    split=True,
     table=in_order(sequences),
+    actions=(FORWARD, BACKWARD, WEIGHT),
+  )
+
+
+def evaluation(num_stages: int, num_micro: int, num_chunks: int) -> Schedule:
+  """Forward actions alone, each as early as it can be.
+
+  Where the last group of micro-batches is not full, its places stay empty.
+  """
+  P, M, V = num_stages, num_micro, num_chunks
+  whole = interleaved(P, -(-M // P) * P, V).table
+  table = np.where(whole[..., :1] < M, whole, -1)
+  table[:, :, BACKWARD] = -1
+  last = np.flatnonzero((table >= 0).any(axis=(1, 2, 3)))[-1]
+  return Schedule(
+    name="evaluation",
+    num_micro=M,
+    num_chunks=V,
+    table=table[: last + 1],
+    actions=(FORWARD,),
   )
 
 
@@ -181,7 +201,7 @@ def validate(schedule: Schedule) -> None:
     ValueError: an action is missing, there twice, or before what it needs.
   """
   M, V = schedule.num_micro, schedule.num_virtual
-  wanted = range(3) if schedule.split else (FORWARD, BACKWARD)
+  wanted = schedule.actions
   for action in range(3):
     cells = schedule.table[:, :, action]
     _, s = np.nonzero(cells[..., MICRO] >= 0)

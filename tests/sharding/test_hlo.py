@@ -32,6 +32,7 @@ def op(kind, dims, axes, size, times, cycles=None) -> Collective:
     group_size=size,
     times=times,
     in_loop=times > 1,
+    in_branch=False,
     asynchronous=cycles is not None,
     hidden_cycles=cycles or 0,
   )

@@ -26,7 +26,7 @@ def mesh():
   [
     (("embed", "heads", "head_dim"), P("fsdp", "tensor", None)),
     (("vocab", "embed"), P("tensor", "fsdp")),
-    (("layers", "mlp", "embed"), P(None, "tensor", "fsdp")),
+    (("layers", "mlp", "embed"), P("pipeline", "tensor", "fsdp")),
     (("batch", "seq", None), P(("data", "fsdp", "expert"), "context", None)),
     (
       ("batch", "residual_seq", None),
@@ -97,6 +97,17 @@ def test_constrain_places_and_refuses(mesh):
     f(jnp.ones((8, 5, 7)))
 
 
+def test_layers_that_stages_do_not_share_are_split_elsewhere():
+  """Three layers on two stages: a checkpoint holds no part of a layer twice."""
+  mesh = make_mesh(MeshConfig(pipeline=2, fsdp=2, tensor=2))
+  placed = r.tree_shardings(jax.eval_shape(Net), mesh, RULES)
+  spec = placed.layers.w.get_value().spec
+  assert spec == P(None, ("fsdp", "pipeline"), "tensor")
+  # 6 values of a bias do not divide by 4: they stay where they are.
+  assert placed.layers.b.get_value().spec == P(None, "tensor")
+  assert placed.last.w.get_value().spec == P("fsdp", "tensor")
+
+
 class Layer(nnx.Module):
   def __init__(self, key, dim=12):
     self.w = nnx.Param(jax.random.normal(key, (dim, 6)), names=("embed", "mlp"))
@@ -114,8 +125,9 @@ def test_tree_of_modules_with_stacked_layers(mesh):
   tree = {"net": jax.eval_shape(Net), "step": jnp.zeros(())}
   placed = r.tree_shardings(tree, mesh, RULES)
   assert isinstance(placed["net"], Net)
-  assert placed["net"].layers.w.get_value().spec == P(None, "fsdp", "tensor")
-  assert placed["net"].layers.b.get_value().spec == P(None, "tensor")
+  layers = placed["net"].layers
+  assert layers.w.get_value().spec == P("pipeline", "fsdp", "tensor")
+  assert layers.b.get_value().spec == P("pipeline", "tensor")
   assert placed["net"].last.w.get_value().spec == P("fsdp", "tensor")
   assert placed["step"].spec == P()
 

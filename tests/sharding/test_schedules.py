@@ -19,7 +19,8 @@ TIMES = st.floats(0.25, 4.0)
 def tables(draw):
   """Any schedule that the builders make."""
   P, M = draw(STAGES), draw(st.integers(1, 20))
-  kind = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]))
+  kinds = ["gpipe", "1f1b", "interleaved", "zero_bubble", "evaluation"]
+  kind = draw(st.sampled_from(kinds))
   match kind:
     case "gpipe":
       return schedules.gpipe(P, M)
@@ -27,6 +28,8 @@ def tables(draw):
       return schedules.one_forward_one_backward(P, M)
     case "zero_bubble":
       return schedules.zero_bubble(P, M)
+    case "evaluation":
+      return schedules.evaluation(P, M, draw(st.integers(1, 4)))
   return schedules.interleaved(P, P * draw(GROUPS), draw(st.integers(1, 4)))
 
 
@@ -151,7 +154,6 @@ def test_a_tick_costs_its_slowest_stage():
     name="one action a tick",
     num_micro=M,
     num_chunks=1,
-    split=False,
     table=schedules.in_order(sequences),
   )
   schedules.validate(single)
