@@ -8,11 +8,17 @@ workdir. `run` is the same for notebooks.
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from align.config import DPOConfig
 from configs import cli
+from model.config import ModelConfig
 from train.run_config import Result, check_length
+
+if TYPE_CHECKING:  # `--help` must not wait for JAX.
+  from jax.sharding import Mesh
+
+  from train.program import Program
 
 
 def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
@@ -33,18 +39,14 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
   import jax
 
   from align import pairs as pairs_lib
-  from align.preference import dpo_loss, make_evaluate
+  from align.preference import make_evaluate
   from align.reference import make_score, score_pairs, with_scores
   from data import tokenizer as tokenizer_lib
-  from model.transformer import Transformer
-  from sharding.arrays import check_batch_size, process_rows, to_global
+  from sharding.arrays import process_rows, to_global
   from sharding.mesh import make_mesh
   from train import assembly, checkpoint, initial
   from train.loop import fit
-  from train.optimizers import make_optimizer
-  from train.schedules import make_schedule
-  from train.state import abstract_state, shardings_of, state_from_model
-  from train.step import make_eval_step, make_train_step
+  from train.state import shardings_of
 
   folder = assembly.open_run(
     workdir,
@@ -55,25 +57,15 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
 
   # ---- Devices ----
   mesh, rules = make_mesh(config.mesh), config.rules
-  execution = assembly.make_execution(config.step, mesh, rules)
 
   # ---- Model: the one to start from says what it is ----
   if model is None:
     model = initial.load_model(config.init_from, mesh=mesh, rules=rules)
   model_config = model.config
-  make_model = lambda rngs: Transformer(model_config, rngs=rngs)
 
   # ---- Data: two rows a pair ----
   data = config.data
   check_length(data.seq_len, model_config)
-  num_rows = 2 * data.global_batch_size
-  check_batch_size(
-    num_rows,
-    mesh,
-    rules,
-    accumulation=config.step.accumulation,
-    rows_per_example=2,
-  )
   tokenizer = tokenizer_lib.load(data.tokenizer)
   tokenizer_lib.check_vocab(tokenizer, model_config.vocab_size)
   pairs = pairs_lib.open_pairs(data, data.path, tokenizer)
@@ -83,38 +75,17 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
     config = dataclasses.replace(config, num_steps=max(1, num_steps))
 
   # ---- Step ----
-  loss_fn = dpo_loss(beta=config.beta, label_smoothing=config.label_smoothing)
-  optimizer = make_optimizer(
-    config.optimizer, make_schedule(config.schedule, config.num_steps)
-  )
-  placed = {
-    "mesh": mesh,
-    "rules": rules,
-    "zero_stage": config.step.zero_stage,
-    "compression": config.step.compression,
-  }
-  abstract = abstract_state(make_model, optimizer, **placed)
-  shardings = shardings_of(abstract)
-  train_step = make_train_step(
-    loss_fn,
-    optimizer,
-    execution,
-    shardings,
-    accumulation=config.step.accumulation,
-    rows_per_example=2,
-    zero_stage=config.step.zero_stage,
-    compression=config.step.compression,
-  )
-  eval_step = make_eval_step(loss_fn, execution, shardings.model)
+  step = program(config, model_config, mesh)
 
   # ---- Reference: the same model, frozen; it scores pairs once ----
   place = lambda batch: to_global(batch, mesh, rules)
-  score = make_score(execution, shardings.model)
-  reference = jax.device_put(model, shardings.model)
+  natural = shardings_of(step.abstract)
+  score = make_score(step.execution, natural.model)
+  reference = jax.device_put(model, natural.model)
   shape = {
     "seq_len": data.seq_len,
     "global_batch_size": data.global_batch_size,
-    "rows": process_rows(num_rows, mesh, rules),
+    "rows": process_rows(step.num_rows, mesh, rules),
   }
 
   def score_all(pairs):
@@ -125,7 +96,7 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
   if held_out:
     held_out_scores = score_all(held_out)
     evaluate = make_evaluate(
-      eval_step,
+      step.eval_step,
       lambda: pairs_lib.in_order(held_out, held_out_scores, **shape),
       place,
     )
@@ -139,13 +110,13 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
   # ---- State: where the run stopped, or a start ----
   restored = checkpoint.restore_latest(
     folder / "checkpoints",
-    abstract,
+    step.abstract,
     config={"model": dataclasses.asdict(model_config)},
   )
   if restored is not None:
-    state = restored.state
+    state = step.arranged(restored.state)
   else:
-    state = state_from_model(model, optimizer, seed=config.seed, **placed)
+    state = step.start(model)
   del restored, model
   if config.reference == "precomputed":
     del reference
@@ -153,16 +124,38 @@ def run(config: DPOConfig, workdir: str, *, model: Any = None) -> Result:
   # ---- Train ----
   state, history = fit(
     state,
-    train_step,
+    step.train_step,
     batches,
     config=config,
     workdir=folder,
     place=place_step,
     evaluate=evaluate,
-    **assembly.utilisation(model_config, batches, execution),
+    natural=step.natural,
+    **assembly.utilisation(model_config, batches, step.execution),
     label="dpo",
   )
   return Result(state=state, history=history)
+
+
+def program(config: DPOConfig, model: ModelConfig, mesh: "Mesh") -> "Program":
+  """Returns the run's step on a mesh.
+
+  Args:
+    config: of the run, with `num_steps`.
+    model: shape of the model.
+    mesh: its devices, which may be those of a topology that is not here.
+  """
+  from align.preference import dpo_loss
+  from train.program import make_program
+
+  return make_program(
+    config,
+    model,
+    dpo_loss(beta=config.beta, label_smoothing=config.label_smoothing),
+    mesh=mesh,
+    rows_per_example=2,
+    row_fields=("reference_log_probs",),
+  )
 
 
 if __name__ == "__main__":

@@ -25,23 +25,35 @@ from configs.typed import check, from_dict, leaves, nearest, override, to_dict
 __all__ = ["check", "from_dict", "launch", "load", "override", "to_dict"]
 
 FLAGS = flags.FLAGS
-_ROOMS = ("align", "data", "evals", "model", "serve", "sharding", "train")
+_ROOMS = (
+  "align", "data", "evals", "model", "plan", "serve", "sharding", "train",
+)  # fmt: skip
 _HELP_FLAGS = ("help", "helpshort", "helpfull", "h", "?")
 
 
-def launch(run: Callable[[Any, str], Any], config_class: type) -> None:
+def launch(
+  run: Callable[..., Any],
+  config_class: type,
+  *,
+  options: dict[str, str] | None = None,
+) -> None:
   """Runs `run(config, workdir)` as the command line says; does not return.
 
   Args:
     run: the loop. What is heavy it imports inside, so that `--help` does not.
     config_class: the dataclass that the config file must return.
+    options: of a main that answers a question and writes no folder: flag ->
+      what it says, in place of `workdir`. It is `run(config, **texts)`, with
+      None for a flag that is not given; a ValueError of it is the user's.
   """
   flags.DEFINE_string("config", None, "FILE.py or FILE.py:variant, the run")
-  flags.DEFINE_string("workdir", None, "folder for all that the run writes")
+  wanted = {"workdir": "folder for all that the run writes"}
+  for name, text in (options or wanted).items():
+    flags.DEFINE_string(name, None, text)
 
   def parse(argv):
     if any(argument.lstrip("-") in _HELP_FLAGS for argument in argv[1:]):
-      print(_help(config_class))
+      print(_help(config_class, ("config", *(options or wanted))))
       sys.exit(0)
     settings = [a for a in argv if re.match("--?config[.]", a)]
     try:
@@ -52,7 +64,7 @@ def launch(run: Callable[[Any, str], Any], config_class: type) -> None:
   def main(argv):
     try:
       settings = _settings(argv[1:])
-      for name in ("config", "workdir"):
+      for name in ("config",) if options else ("config", "workdir"):
         if not FLAGS[name].value:
           raise ValueError(f"--{name} is missing: {FLAGS[name].help}")
       config = configure(FLAGS.config, config_class, settings)
@@ -60,7 +72,13 @@ def launch(run: Callable[[Any, str], Any], config_class: type) -> None:
       sys.exit(f"error: {error}")
     if not FLAGS["verbosity"].present:
       logging.set_verbosity(logging.WARNING)  # Orbax tells all that it does.
-    run(config, FLAGS.workdir)
+    if options is None:
+      run(config, FLAGS.workdir)
+      return
+    try:
+      run(config, **{name: FLAGS[name].value for name in options})
+    except ValueError as error:
+      sys.exit(f"error: {error}")
 
   app.run(main, flags_parser=parse)
 
@@ -160,10 +178,10 @@ def _settings(arguments: list[str]) -> dict[str, str]:
   return settings
 
 
-def _help(config_class) -> str:
+def _help(config_class, names) -> str:
   """The text of --help: what the main says of itself, flags, settings."""
   lines = [(sys.modules["__main__"].__doc__ or "").strip(), "", "Flags:"]
-  lines += [f"  --{n}: {FLAGS[n].help}" for n in ("config", "workdir")]
+  lines += [f"  --{n}: {FLAGS[n].help}" for n in names]
   lines += ["", f"Settings of {config_class.__name__} and their defaults:"]
   for key, words, value in leaves(config_class):
     default = "(required)" if value is dataclasses.MISSING else f"{value!r}"

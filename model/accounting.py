@@ -111,6 +111,26 @@ def hardware_flops_per_token(
   return flops_per_token(config, seq_len) + attention / 2 + again
 
 
+def layer_flops(config: ModelConfig, seq_len: int) -> tuple[list[float], float]:
+  """FLOPs of a token, forward, in each layer, and in the head.
+
+  Args:
+    config: the model.
+    seq_len: tokens a row, taken as one segment.
+
+  Returns:
+    Those of the layers in order, and that of the head; their sum is
+    `flops_per_token(backward=False)`.
+  """
+  head = 2 * _head_size(config)
+  weights = (2 * _multiplying(config) - head) / config.num_layers
+  scores = 4 * config.num_heads * config.head_dim
+  return [
+    weights + scores * _seen(config, seq_len, kind)
+    for kind in config.layer_kinds
+  ], head
+
+
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
   """Bytes that a `KVCache` of `dtype` holds of one token, 2 L K H values.
 

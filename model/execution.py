@@ -31,6 +31,8 @@ class Execution:
       `remat_every`-th block; "nested": a scan of scans, both recomputed,
       which keeps O(sqrt L) block inputs (arXiv:1604.06174).
     remat_every: blocks between two kept inputs, for "block".
+    offload_activations: whether what "block" or "dots" keeps waits in host
+      memory for the backward pass.
     unroll: layers per iteration of the compiled loop.
     loss_chunk: tokens per device whose logits exist at one time.
     mesh: the devices; None: leave placement to JAX.
@@ -44,6 +46,7 @@ class Execution:
   experts: str = "auto"
   remat: Remat = "none"
   remat_every: int = 1
+  offload_activations: bool = False
   unroll: int = 1
   loss_chunk: int = 1024
   mesh: Mesh | None = None

@@ -18,7 +18,7 @@ from pallas_kernels.linear_cross_entropy.op import (
   linear_cross_entropy,
   linear_log_probs,
 )
-from sharding.regions import by_device, gathered
+from sharding.regions import by_device, gathered, manual_axes
 from sharding.rules import mesh_axes, sharding
 
 
@@ -148,13 +148,15 @@ def _apply(
   x = execution.shard(x, ("batch", "seq", None))
   if mesh is None:
     return op(x, head, *rest)
-  if impl != "tpu" and execution.context_axis is None:
+  by_xla = execution.context_axis is None and not manual_axes()
+  if impl != "tpu" and by_xla:
     shards = execution.num_batch_shards
     return op(x, head, *rest, shard=execution.shard, num_batch_shards=shards)
 
-  # Mosaic kernels cannot be partitioned, and chunks of a split sequence would
-  # be gathered: each device runs the op on its own tokens and its own part of
-  # the vocabulary. Where tokens are split, the vocabulary is not.
+  # Mosaic kernels cannot be partitioned, nor can a gather in a stage of a
+  # pipeline, and chunks of a split sequence would be gathered: each device
+  # runs the op on its own tokens and its own part of the vocabulary. Where
+  # tokens are split, the vocabulary is not.
   rules = execution.rules
   tokens = mesh_axes("batch", rules) + mesh_axes("seq", rules)
   vocab = tuple(a for a in mesh_axes("vocab", rules) if a not in tokens)

@@ -10,7 +10,7 @@ from pallas_kernels.flash_attention.op import flash_attention
 from pallas_kernels.ring_attention.op import ring_attention
 from pallas_kernels.ring_attention.ulysses import ulysses_attention
 from pallas_kernels.rotary.op import rotary
-from sharding.regions import by_device
+from sharding.regions import by_device, manual_axes
 from sharding.rules import spec
 
 # What says who may see whom: arguments of `flash_attention`, and their dims.
@@ -73,6 +73,11 @@ def attended(
       " query heads from the key heads that they read; make them equal, or set"
       " attention='xla' and mesh.context=1"
     )
+  form = execution.context
+  if form == "ring" and execution.platform == "cpu" and manual_axes():
+    # XLA lets all devices of a CPU meet in a permutation, also those of other
+    # stages of a pipeline, which may be in another branch.
+    form = "all_gather"
   of_keys = "seq" if axis else None
   queries = spec(("batch", "seq", "heads", None), rules)
   keys = spec(("batch", of_keys, "kv_heads", None), rules)
@@ -84,7 +89,7 @@ def attended(
   def local(q, k, v, rows):
     if axis is None:
       return flash_attention(q, k, v, **settings, **rows)
-    return _over_context(execution, axis, settings, q, k, v, rows)
+    return _over_context(form, axis, settings, q, k, v, rows)
 
   attend = by_device(
     local, mesh, in_specs=(queries, keys, keys, row_specs), out_specs=queries
@@ -92,12 +97,12 @@ def attended(
   return attend(q_BTNH, k_BSKH, v_BSKH, rows)
 
 
-def _over_context(execution, axis: str, settings: dict, q, k, v, rows: Rows):
+def _over_context(form, axis: str, settings: dict, q, k, v, rows: Rows):
   """The same with this device's part of the sequence."""
-  if execution.context == "ulysses":
+  if form == "ulysses":
     op = ulysses_attention
   else:
-    op = functools.partial(ring_attention, form=execution.context)
+    op = functools.partial(ring_attention, form=form)
   return op(
     q,
     k,

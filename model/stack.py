@@ -1,9 +1,11 @@
 """Runs equal layers one after another, with a bound on kept activations."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from model.execution import Execution
 from model.linear import SAVED_NAME
@@ -32,6 +34,8 @@ def scan_layers(step, carry, layers, num_layers: int, execution: Execution):
 
   # Inside a scan nothing can be shared with the forward pass by mistake.
   checkpoint = lambda f, **kw: jax.checkpoint(f, prevent_cse=False, **kw)
+  if execution.offload_activations:
+    return run(_offloaded(step, execution, checkpoint), carry, layers)
   if remat == "none":
     return run(step, carry, layers)
   if remat == "dots":
@@ -42,7 +46,7 @@ def scan_layers(step, carry, layers, num_layers: int, execution: Execution):
   if remat == "block":
     every, inner = execution.remat_every, step
   elif remat == "nested":
-    every, inner = _near_root(num_layers), checkpoint(step)
+    every, inner = near_root(num_layers), checkpoint(step)
   else:
     raise ValueError(
       f"remat must be 'none', 'dots', 'block' or 'nested', got {remat!r}"
@@ -64,7 +68,35 @@ def scan_layers(step, carry, layers, num_layers: int, execution: Execution):
   return carry, jax.tree.map(flat, collected)
 
 
-def _near_root(n: int) -> int:
+def _offloaded(step, execution: Execution, checkpoint: Callable) -> Callable:
+  """A checkpointed step whose kept activations wait in host memory.
+
+  Raises:
+    ValueError: what is kept has no name to move it by.
+  """
+  if execution.remat_every > 1 or execution.remat not in ("block", "dots"):
+    raise ValueError(
+      "offload_activations wants remat='block' with remat_every=1, or"
+      f" remat='dots'; got remat={execution.remat!r}, remat_every="
+      f"{execution.remat_every}"
+    )
+  kept = SAVED_NAME if execution.remat == "dots" else "layer_input"
+
+  def named(carry, layer):
+    if execution.remat == "block":
+      carry = jax.tree.map(lambda x: checkpoint_name(x, kept), carry)
+    return step(carry, layer)
+
+  policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[kept],
+    offload_src="device",
+    offload_dst="pinned_host",
+  )
+  return checkpoint(named, policy=policy)
+
+
+def near_root(n: int) -> int:
   """The divisor of n nearest to its square root."""
   divisors = [d for d in range(1, n + 1) if n % d == 0]
   return min(divisors, key=lambda d: abs(math.log(d) - math.log(n) / 2))

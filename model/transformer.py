@@ -21,6 +21,7 @@ from model.moe import Stats, summed
 from model.norms import Norm
 from model.precision import einsum
 from model.stack import scan_layers
+from sharding.offload import entered
 
 
 class Transformer(nnx.Module):
@@ -205,6 +206,7 @@ class Transformer(nnx.Module):
     view: View,
     *,
     numbers: jax.Array | None = None,
+    some_empty: bool = False,
     kv=None,
     dropout_keys: jax.Array | None,
     execution: Execution,
@@ -216,6 +218,7 @@ class Transformer(nnx.Module):
       x_BTD: the residual stream.
       view: of `view`.
       numbers: int32 [l], which layers of the model they are; None: all.
+      some_empty: whether -1 stands in `numbers`, for a place without a layer.
       kv: the cache's keys and values, or None.
       dropout_keys: a PRNG key a row, or None.
       execution: how to run.
@@ -236,7 +239,7 @@ class Transformer(nnx.Module):
       layer, kind, number = scanned
       if len(kinds) == 1:
         kind = 0
-      x, kv, stats = layer(
+      x, kv, stats = entered(layer)(
         x,
         view,
         kind=kind,
@@ -246,6 +249,8 @@ class Transformer(nnx.Module):
       )
       return (x, kv), stats
 
+    if some_empty:
+      step = _unless_empty(step)
     scanned = layers, jnp.asarray(kind_of)[numbers], numbers
     carry = x_BTD, kv
     (x, kv), stats = scan_layers(step, carry, scanned, len(numbers), execution)
@@ -288,6 +293,18 @@ class Transformer(nnx.Module):
     take = lambda i: jax.tree.map(lambda x: x[i], self.layers)
     model.layers = nnx.List(take(i) for i in range(self.config.num_layers))
     return model
+
+
+def _unless_empty(step):
+  """A step of a scan over layers that passes over the number -1."""
+
+  def guarded(carry, scanned):
+    shapes = jax.eval_shape(step, carry, scanned)[1]
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    skip = lambda carry, scanned: (carry, nothing)
+    return jax.lax.cond(scanned[-1] >= 0, step, skip, carry, scanned)
+
+  return guarded
 
 
 def _stacked(kv, layer, slots_BT):

@@ -32,6 +32,10 @@ _FLAGS = {
   "pallas_kernels.schedule": set(),
   "sharding.schedule_picture": set(),
   "train.report": set(),
+  "plan.claims": set(),
+  "plan.cost": {"batch", "config", "mfu", "prices", "topology"},
+  "plan.memory": {"config", "json", "loop", "topology"},
+  "plan.scaling_laws": {"flops", "plot", "runs", "samples"},
   "serve.chat": {
     "max_new_tokens",
     "model",

@@ -24,11 +24,13 @@ from sharding.distributed import (
   failed,
   join,
 )
-from train import watchdog
+from sharding.stages import Layout
+from train import layout, watchdog
 from train.config import StepConfig
 from train.held_out import make_evaluate
 from train.monitor import FlopsPerToken
 from train.peak import Peak, peak
+from train.pipeline import describe, make_stages
 from train.run_config import HeldOutConfig
 
 
@@ -79,11 +81,34 @@ def make_execution(config: StepConfig, mesh: Mesh, rules: Rules) -> Execution:
     context=config.context,
     remat=config.remat,
     remat_every=config.remat_every,
+    offload_activations=config.offload.activations,
     unroll=config.unroll,
     loss_chunk=config.loss_chunk,
     mesh=mesh,
     rules=rules,
   )
+
+
+def make_layout(
+  config: StepConfig, model: ModelConfig, mesh: Mesh, *, seq_len: int
+) -> Layout | None:
+  """Which layers stand on which stage; None: the mesh has no pipeline.
+
+  Says what comes of it.
+
+  Args:
+    config: schedule, micro-batches and virtual stages.
+    model: whose layers.
+    mesh: its axis `pipeline` gives the stages.
+    seq_len: T.
+  """
+  made = layout.make_layout(
+    model, mesh, seq_len=seq_len, virtual_stages=config.virtual_stages
+  )
+  stages = make_stages(config.schedule, made, mesh, config.accumulation)
+  if stages is not None and jax.process_index() == 0:
+    print(describe(stages, layout.imbalance(made, model, seq_len)))
+  return made
 
 
 def make_held_out(

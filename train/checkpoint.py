@@ -23,7 +23,8 @@ from absl import logging
 from train import manifest as manifest_lib
 
 _STATE = "state"
-_OF_ONE_MESH = "residual."
+# Fields of a state that have a meaning on one mesh only.
+_OF_ONE_MESH = ("residual.", "replicas.")
 
 
 class DamagedCheckpointError(ValueError):
@@ -121,7 +122,9 @@ def restore(
     step: which one.
     abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings: what is
       wanted and where. The mesh may be another than that of the saving run;
-      what is owed to compressed sums begins anew then.
+      what is owed to compressed sums begins anew then, and so do replicas
+      that train apart, of which there are others: from the outer weights, with
+      new states of their optimizers.
     config: of this run; on a mismatch the differing fields are named.
     part: "model": `abstract_state` is that field of the saved state, and only
       it is restored.
@@ -134,18 +137,19 @@ def restore(
   saved = manifest["leaves"]
   if part is not None:
     abstract_state = {part: abstract_state}
-    saved = {k: v for k, v in saved.items() if k.startswith(f"{part}.")}
+    saved = _starting(f"{part}.", saved)
   wanted = manifest_lib.by_name(abstract_state)
   described = manifest_lib.describe(abstract_state)
-  # What devices owe to sums has a meaning on their mesh only.
-  anew = [
-    name
-    for name in {*saved, *described}
-    if name.startswith(_OF_ONE_MESH) and saved.get(name) != described.get(name)
-  ]
-  for name in anew:
-    saved.pop(name, None)
-    described.pop(name, None)
+  strange = tuple(
+    field
+    for field in _OF_ONE_MESH
+    if _starting(field, saved) != _starting(field, described)
+  )
+  anew = _starting(strange, described)
+  partial = part is not None or bool(_starting(strange, saved))
+  for leaves in (saved, described):
+    for name in _starting(strange, leaves):
+      del leaves[name]
   problems = manifest_lib.mismatches(saved, described)
   path = pathlib.Path(directory) / str(step)
   if problems:
@@ -167,12 +171,23 @@ def restore(
       args=ocp.args.PyTreeRestore(
         item=items,
         restore_args=ocp.checkpoint_utils.construct_restore_args(items),
-        partial_restore=part is not None or bool(anew),
+        partial_restore=partial,
       ),
     )
-  for name in wanted.keys() & anew:
+  for name in anew:
     leaf = wanted[name]
-    arrays[name] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+    if name.startswith("replicas.model."):
+      repeat = lambda w, shape=leaf.shape: jnp.broadcast_to(w, shape)
+      outer = arrays[name.removeprefix("replicas.")]
+      arrays[name] = jax.jit(repeat, out_shardings=leaf.sharding)(outer)
+    else:
+      arrays[name] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+  if "replicas." in strange:
+    logging.warning(
+      "Checkpoint %s has not the replicas of this run: these start from its"
+      " outer weights.",
+      path,
+    )
   treedef = jax.tree.structure(abstract_state)
   state = jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
   return Restored(
@@ -181,6 +196,11 @@ def restore(
     data=manifest["data"],
     config=manifest["config"],
   )
+
+
+def _starting(prefix: str | tuple[str, ...], leaves: dict) -> dict:
+  """Those leaves whose names start so."""
+  return {k: v for k, v in leaves.items() if k.startswith(prefix)}
 
 
 def restore_latest(

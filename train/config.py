@@ -60,7 +60,8 @@ class OptimizerConfig:
       that it has by then, so that replicas may exchange the signs of momenta
       (`step.compression`).
     b1: decay of AdamW's first moment (0.9, 0.95: arXiv:2005.14165, app. B).
-    b2: decay of AdamW's second moment.
+    b2: decay of AdamW's second moment. "onebit_adam" wants a long memory,
+      0.999 as in its paper: what its last steps did not see stays small.
     eps: added to the root of the second moment.
     momentum: of SGD (v = momentum v + g); 0: none.
     weight_decay: decoupled: w -= learning_rate * weight_decay * w. Norms and
@@ -120,8 +121,96 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+  """What stands in host memory and comes to the device a layer at a time.
+
+  Of layers: embeddings, the last norm and the head stay on the device.
+
+  Attributes:
+    optimizer: the optimizer state.
+    gradients: what micro-batches add up to.
+    parameters: the weights; it asks for `gradients`.
+    activations: what `step.remat` keeps for the backward pass, with "block"
+      or "dots".
+    host_update: the host's cores compute the update; it asks for `optimizer`.
+  """
+
+  optimizer: bool = False
+  gradients: bool = False
+  parameters: bool = False
+  activations: bool = False
+  host_update: bool = False
+
+  def __post_init__(self):
+    for name, other in dict(
+      parameters="gradients", host_update="optimizer"
+    ).items():
+      if getattr(self, name) and not getattr(self, other):
+        raise ValueError(
+          f"step.offload.{name}=True wants step.offload.{other}=True, got False"
+        )
+
+  @property
+  def of_state(self) -> bool:
+    """Whether an update reads host memory."""
+    return self.optimizer or self.gradients or self.parameters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalSGDConfig:
+  """Replicas of the weights that train apart and meet now and then (DiLoCo).
+
+  The replicas are those of `mesh.data`; `train/local_sgd.py` has the
+  equations. Evaluation, checkpoints of `model` and exports are of the outer
+  weights, which change where replicas meet.
+
+  Attributes:
+    steps: inner steps between two meetings (500 in arXiv:2311.08105); None:
+      replicas add up the gradients of every step.
+    outer_learning_rate: of the SGD that moves the outer weights (0.7:
+      arXiv:2311.08105, section 4).
+    outer_momentum: of the same, in Nesterov's form; 0: none.
+    delay: inner steps that hide the exchange: 0, replicas wait for it; 1, they
+      take one step meanwhile (arXiv:2501.18512).
+  """
+
+  steps: int | None = None
+  outer_learning_rate: float = 0.7
+  outer_momentum: float = 0.9
+  delay: Literal[0, 1] = 0
+
+  def __post_init__(self):
+    if self.steps is None:
+      for field in dataclasses.fields(self):
+        if getattr(self, field.name) != field.default:
+          raise ValueError(
+            f"step.local.{field.name}={getattr(self, field.name)} says how"
+            " replicas meet that train apart: it wants step.local.steps, got"
+            " none"
+          )
+      return
+    if self.steps < 1:
+      raise ValueError(
+        "step.local.steps must be at least 1, or none for replicas that add up"
+        f" every gradient; got {self.steps}"
+      )
+    if self.outer_learning_rate <= 0:
+      raise ValueError(
+        "step.local.outer_learning_rate must be positive, got"
+        f" {self.outer_learning_rate}"
+      )
+    if not 0.0 <= self.outer_momentum < 1.0:
+      raise ValueError(
+        "step.local.outer_momentum must be in [0, 1), got"
+        f" {self.outer_momentum}"
+      )
+    if self.delay not in (0, 1):
+      raise ValueError(f"step.local.delay must be 0 or 1, got {self.delay}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepConfig:
-  """How one step is computed; none of it changes what is computed.
+  """How one step is computed; but for `compression` and `local`, not what.
 
   Attributes:
     precision: a policy of `model.precision`; "auto" by platform.
@@ -139,8 +228,13 @@ class StepConfig:
     compression: how gradients cross the slow links between replicas of the
       weights (`mesh.data`): "int8", a quarter of float32's bytes, right in
       expectation; "largest", a fifth, the largest entries now and the others
-      later; "signs", a thirtieth, of 1-bit Adam alone. This one does change
-      what is computed, a little.
+      later; "signs", a thirtieth, of 1-bit Adam alone. It changes what is
+      computed, a little.
+    local: whether these replicas train apart, and meet once in many steps.
+    schedule: of the micro-batches on a mesh with a pipeline, see
+      `sharding/schedules.py`.
+    virtual_stages: chunks of layers a stage, for schedule="interleaved".
+    offload: what stands in host memory.
   """
 
   precision: str = "auto"
@@ -154,17 +248,60 @@ class StepConfig:
   loss_chunk: int = 1024
   zero_stage: Literal[1, 2, 3] = 3
   compression: Literal["none", "int8", "largest", "signs"] = "none"
+  local: LocalSGDConfig = LocalSGDConfig()
+  schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+  virtual_stages: int = 1
+  offload: OffloadConfig = OffloadConfig()
 
   def __post_init__(self):
     if self.zero_stage not in (1, 2, 3):
       raise ValueError(
         f"step.zero_stage must be 1, 2 or 3, got {self.zero_stage}"
       )
-    for name in ("remat_every", "unroll", "accumulation", "loss_chunk"):
+    if self.offload.parameters and self.zero_stage < 3:
+      raise ValueError(
+        "step.offload.parameters=True wants step.zero_stage=3, got"
+        f" {self.zero_stage}"
+      )
+    if self.offload.of_state and self.compression != "none":
+      raise ValueError(
+        "step.offload moves gradients and states as they are: wanted"
+        f" step.compression=none beside it, got {self.compression!r}"
+      )
+    if self.local.steps is not None:
+      wanted = StepConfig(remat=self.remat)
+      for name, why in dict(
+        compression="what crosses is the sum of many steps, as float32",
+        zero_stage="replicas hold weights like their optimizer state",
+        offload="replicas keep their states on their devices",
+      ).items():
+        if getattr(self, name) != getattr(wanted, name):
+          raise ValueError(
+            f"step.local.steps={self.local.steps}: {why}. Wanted"
+            f" step.{name}={getattr(wanted, name)!r}, got"
+            f" {getattr(self, name)!r}"
+          )
+    if self.offload.activations and self.remat not in ("block", "dots"):
+      raise ValueError(
+        "step.offload.activations=True moves what step.remat='block' or 'dots'"
+        f" keeps; got step.remat={self.remat!r}"
+      )
+    for name in (
+      "remat_every",
+      "unroll",
+      "accumulation",
+      "loss_chunk",
+      "virtual_stages",
+    ):
       if getattr(self, name) < 1:
         raise ValueError(
           f"step.{name} must be at least 1, got {getattr(self, name)}"
         )
+    if (self.schedule == "interleaved") != (self.virtual_stages > 1):
+      raise ValueError(
+        "step.schedule='interleaved' and step.virtual_stages > 1 go together;"
+        f" got {self.schedule!r} and {self.virtual_stages}"
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -100,11 +100,19 @@ class Exchange:
   arXiv:2102.02888, algorithm 1). What comes back is the gradient that the
   optimizer makes the same momentum of.
 
+  Signs of a block share a size. Of momenta, which differ by orders of magnitude
+  between rows of an embedding, that would be noise that the small variances of
+  rare rows blow up. So momenta cross as the update will have them, divided by
+  the root of the variance; and since that stands still while gradients may
+  grow, no further than Adam can go.
+
   Attributes:
     compression: "int8", "largest" or "signs".
     residual: of the last step; see `no_residual`.
     momentum: of each weight, alike on all replicas; None: gradients cross.
+    root: of the variance, like `momentum`: what the update divides it by.
     decay: of the momentum, b1.
+    bound: of the quotient.
     whole: bool scalar, whether this step's gradients cross as float32; None:
       they do not.
   """
@@ -112,7 +120,9 @@ class Exchange:
   compression: str
   residual: Residual | None
   momentum: Sequence[jax.Array] | None = None
+  root: Sequence[jax.Array] | None = None
   decay: float = 0.0
+  bound: float = math.inf
   whole: jax.Array | None = None
 
   def sum(
@@ -143,14 +153,16 @@ class Exchange:
     sums = [place.spec for place in places]
     owed, all_alike = residual_sharding(mesh).spec, PartitionSpec()
 
-    def on_device(gradients, momentum, residual, whole, key):
+    def on_device(gradients, momentum, root, residual, whole, key):
       shapes = [list(gradient.shape) for gradient in gradients]
       for shape, dim in zip(shapes, dims, strict=True):
         del shape[dim]
       x = self._flat(gradients)
-      shift = jnp.zeros(())
+      shift, unit = jnp.zeros(()), jnp.ones(())
       if momentum is not None:
         shift = self.decay / (1 - self.decay) * self._flat(momentum)
+        unit = self._flat(root) / (1 - self.decay)
+        unit = jnp.where(unit > 0, unit, 1.0)  # Where nothing fills blocks.
       reduce = functools.partial(
         wire.all_reduce,
         axis=replicas,
@@ -161,9 +173,11 @@ class Exchange:
       )
 
       def compressed(residual):
-        share = shift / jax.lax.axis_size(replicas)
-        total, residual = reduce(x + share, residual=residual)
-        return total - shift, residual
+        num = jax.lax.axis_size(replicas)
+        part = (x + shift / num) / unit
+        part = jnp.clip(part, -self.bound / num, self.bound / num)
+        total, residual = reduce(part, residual=residual)
+        return total * unit - shift, residual
 
       residual = jax.tree.map(lambda r: r[0], residual)
       if whole is None:
@@ -186,13 +200,14 @@ class Exchange:
       in_specs=(
         specs,
         None if self.momentum is None else sums,
+        None if self.root is None else sums,
         owed,
         all_alike,
         all_alike,
       ),
       out_specs=(sums, owed),
       check_vma=False,
-    )(gradients, self.momentum, self.residual, self.whole, key)
+    )(gradients, self.momentum, self.root, self.residual, self.whole, key)
 
   def _flat(self, arrays: Sequence[jax.Array]) -> jax.Array:
     """One float32 vector, in which each array has blocks of its own."""

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.moe import Stats
+from sharding.stages import Layout
+from train.layout import arrange
 
 # Of the statistics, among the sums that an objective reports.
 ROUTER = "router"
@@ -73,7 +75,9 @@ def metrics(
   }
 
 
-def rebalanced(model: nnx.Module, stats: Stats) -> nnx.Module:
+def rebalanced(
+  model: nnx.Module, stats: Stats, layout: Layout | None = None
+) -> nnx.Module:
   """The model with the biases of its routers moved by one step.
 
   An expert that had fewer tokens than the mean of its layer becomes likelier
@@ -83,11 +87,12 @@ def rebalanced(model: nnx.Module, stats: Stats) -> nnx.Module:
     model: after the optimizer's update, which leaves these biases alone: they
       have no gradient and do not decay.
     stats: of the global batch.
+    layout: of the model's layers, on a mesh with a pipeline.
   """
   rate = model.config.moe.bias_rate
   if not rate:
     return model
-  counts_LE = stats["expert_counts"]
+  counts_LE = arrange(stats["expert_counts"], layout)
   mean_L1 = jnp.mean(counts_LE, axis=1, keepdims=True)
   # A copy: the module that was passed stays as it is.
   model = jax.tree.map(lambda x: x, model)

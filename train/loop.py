@@ -49,6 +49,7 @@ def fit(
   workdir: pathlib.Path,
   place: Callable[[Batch], Mapping[str, jax.Array]],
   evaluate: Callable[..., Mapping[str, float]] | None = None,
+  natural: Callable[[TrainState], TrainState] = lambda state: state,
   flops: FlopsPerToken | None = None,
   peak: Peak | None = None,
   label: str = "train",
@@ -63,12 +64,14 @@ def fit(
     workdir: the run folder.
     place: host rows -> global arrays.
     evaluate: model -> metrics on held-out data.
+    natural: a state of `train_step` -> the same as a checkpoint has it, with
+      its layers in the order of the model.
     flops: per token, for MFU.
     peak: of the mesh, for MFU.
     label: name of the loop, for the bar.
 
   Returns:
-    The last state, and the lines of metrics.jsonl.
+    The last state, as a checkpoint has it, and the lines of metrics.jsonl.
 
   Raises:
     NonFiniteError: the loss or a gradient was NaN or infinite. No such state
@@ -130,12 +133,14 @@ def fit(
       stopping = stop(done)
       if saving or stopping:
         monitor.flush()  # Raises, where the state is not worth saving.
-        state = train_step.tree.unflatten(leaves)
+        state = natural(train_step.tree.unflatten(leaves))
         saver.save(done, state, batches.state(done))
       if stopping:
         break
 
   # ---- Report ----
+  if start >= config.num_steps:
+    state = natural(state)
   if jax.process_index() == 0:
     run = report.load_run(workdir)
     report.write(workdir / "report.html", [run], title=f"{label}: {run.name}")

@@ -5,6 +5,7 @@ and gradients, unless the optimizer keeps master weights.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +44,8 @@ class Optimizer:
     master_weights: whether its state keeps the weights, and the model holds
       them rounded to bfloat16.
     b1: decay of the momentum.
+    b2: decay of the variance, of 1-bit Adam.
+    eps: added to its root, of 1-bit Adam.
     freeze_step: of 1-bit Adam, the step from which on the variance stands
       still and momenta cross between replicas; None: another rule.
   """
@@ -52,12 +55,31 @@ class Optimizer:
   clip_norm: float | None
   master_weights: bool = False
   b1: float = 0.0
+  b2: float = 0.0
+  eps: float = 0.0
   freeze_step: int | None = None
 
-  def momentum(self, opt_state: Any) -> nnx.Module:
-    """Returns the first moments of 1-bit Adam, structured like the model."""
-    moments = opt_state.moments if self.master_weights else opt_state
-    return moments[0].mu
+  def momentum(self, opt_state: Any) -> tuple[nnx.Module, nnx.Module]:
+    """Returns 1-bit Adam's momentum, and by what it is divided in an update.
+
+    Both structured like the model.
+    """
+    state = (opt_state.moments if self.master_weights else opt_state)[0]
+    of_nu = 1 - self.b2 ** jnp.minimum(state.count, self.freeze_step)
+    # Before the first step both are 0.
+    of_nu = jnp.where(state.count > 0, of_nu, 1.0)
+    root = jax.tree.map(lambda v: jnp.sqrt(v / of_nu) + self.eps, state.nu)
+    return state.mu, root
+
+  @property
+  def largest_direction(self) -> float:
+    """How far Adam can go: |m| / sqrt(v) of any gradients, by Cauchy-Schwarz.
+
+    m and v are sums of g and g^2 with weights (1 - b1) b1^t, (1 - b2) b2^t.
+    """
+    if self.b1**2 >= self.b2:
+      return math.inf
+    return (1 - self.b1) / math.sqrt((1 - self.b2) * (1 - self.b1**2 / self.b2))
 
   def start(self, weights: nnx.Module) -> tuple[nnx.Module, Any]:
     """Returns the model to train and the state before the first step.
@@ -85,27 +107,42 @@ class Optimizer:
       The new weights, the new state, and float32 scalars: grad_norm (before
       clipping), clip_factor (1: not clipped), learning_rate.
     """
-    grad_norm = global_norm(grads)
-    clip_factor = jnp.ones_like(grad_norm)
+    factor, metrics = self.clipping(global_norm(grads), step)
+    grads = jax.tree.map(lambda g: g * factor, grads)
+    model, opt_state = self.move(grads, opt_state, model, step)
+    return model, opt_state, metrics
+
+  def clipping(
+    self, grad_norm: jax.Array, step: jax.Array
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns what to multiply gradients by, and what to report."""
+    factor = jnp.ones_like(grad_norm)
     if self.clip_norm is not None:
       # A norm of 0 gives the factor 1: min(1, inf).
-      clip_factor = jnp.minimum(1.0, self.clip_norm / grad_norm)
-      grads = jax.tree.map(lambda g: g * clip_factor, grads)
+      factor = jnp.minimum(1.0, self.clip_norm / grad_norm)
+    metrics = {
+      "grad_norm": grad_norm,
+      "clip_factor": factor,
+      "learning_rate": self.schedule(step),
+    }
+    return factor, metrics
+
+  def move(
+    self, grads: nnx.Module, opt_state: Any, model: nnx.Module, step: jax.Array
+  ) -> tuple[nnx.Module, Any]:
+    """Returns the new weights and the new state, by clipped gradients.
+
+    Each leaf follows from its own: a tree may lack some.
+    """
     learning_rate = self.schedule(step)
     weights, moments = opt_state if self.master_weights else (model, opt_state)
     directions, moments = self.direction.update(grads, moments, weights)
     weights = jax.tree.map(
       lambda w, d: w - learning_rate * d, weights, directions
     )
-    model, opt_state = weights, moments
     if self.master_weights:
-      model, opt_state = _rounded(weights), Mastered(weights, moments)
-    metrics = {
-      "grad_norm": grad_norm,
-      "clip_factor": clip_factor,
-      "learning_rate": learning_rate,
-    }
-    return model, opt_state, metrics
+      return _rounded(weights), Mastered(weights, moments)
+    return weights, moments
 
 
 def make_optimizer(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
@@ -136,6 +173,8 @@ def make_optimizer(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
     clip_norm=config.clip_norm,
     master_weights=config.master_weights,
     b1=config.b1,
+    b2=config.b2,
+    eps=config.eps,
     freeze_step=config.freeze_step,
   )
 

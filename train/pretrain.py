@@ -8,9 +8,15 @@ workdir. `run` is the same for notebooks.
 
 import dataclasses
 import json
+from typing import TYPE_CHECKING
 
 from configs import cli
 from train.run_config import PretrainConfig, Result
+
+if TYPE_CHECKING:  # `--help` must not wait for JAX.
+  from jax.sharding import Mesh
+
+  from train.program import Program
 
 
 def run(config: PretrainConfig, workdir: str) -> Result:
@@ -28,21 +34,10 @@ def run(config: PretrainConfig, workdir: str) -> Result:
   # ---- Imports: `--help` must not wait for JAX ----
   from data import tokenizer as tokenizer_lib
   from data.loader import open_loader
-  from model.transformer import Transformer
-  from sharding.arrays import check_batch_size, process_rows, to_global
+  from sharding.arrays import process_rows, to_global
   from sharding.mesh import make_mesh
   from train import assembly, checkpoint, initial
   from train.loop import fit
-  from train.objective import lm_loss
-  from train.optimizers import make_optimizer
-  from train.schedules import make_schedule
-  from train.state import (
-    abstract_state,
-    init_state,
-    shardings_of,
-    state_from_model,
-  )
-  from train.step import make_eval_step, make_train_step
 
   folder = assembly.open_run(
     workdir,
@@ -53,78 +48,75 @@ def run(config: PretrainConfig, workdir: str) -> Result:
 
   # ---- Devices ----
   mesh, rules = make_mesh(config.mesh), config.rules
-  execution = assembly.make_execution(config.step, mesh, rules)
+
+  # ---- Model and step ----
+  step = program(config, mesh)
 
   # ---- Data ----
   data = config.data
-  check_batch_size(
-    data.global_batch_size, mesh, rules, accumulation=config.step.accumulation
-  )
   tokenizer = tokenizer_lib.load(data.tokenizer)
   tokenizer_lib.check_vocab(tokenizer, config.model.vocab_size)
   rows = process_rows(data.global_batch_size, mesh, rules)
   batches = open_loader(data, tokenizer, rows=rows)
 
-  # ---- Model and step ----
-  optimizer = make_optimizer(
-    config.optimizer, make_schedule(config.schedule, config.num_steps)
-  )
-  make_model = lambda rngs: Transformer(config.model, rngs=rngs)
-  placed = {
-    "mesh": mesh,
-    "rules": rules,
-    "zero_stage": config.step.zero_stage,
-    "compression": config.step.compression,
-  }
-  abstract = abstract_state(make_model, optimizer, **placed)
-  shardings = shardings_of(abstract)
-  train_step = make_train_step(
-    lm_loss(z_loss=config.z_loss),
-    optimizer,
-    execution,
-    shardings,
-    accumulation=config.step.accumulation,
-    zero_stage=config.step.zero_stage,
-    compression=config.step.compression,
-  )
   evaluate = assembly.make_held_out(
     config.held_out,
     tokenizer,
-    make_eval_step(lm_loss(), execution, shardings.model),
+    step.eval_step,
     seq_len=data.seq_len,
     global_batch_size=data.global_batch_size,
     overlong=data.overlong,
-    execution=execution,
+    execution=step.execution,
   )
 
   # ---- State: where the run stopped, or a start ----
   restored = checkpoint.restore_latest(
-    folder / "checkpoints", abstract, config=dataclasses.asdict(config)
+    folder / "checkpoints", step.abstract, config=dataclasses.asdict(config)
   )
   if restored is not None:
-    state = restored.state
+    state = step.arranged(restored.state)
   elif config.init_from is not None:
     model = initial.load_model(config.init_from, mesh=mesh, rules=rules)
     initial.check_same(model.config, config.model, config.init_from)
-    state = state_from_model(model, optimizer, seed=config.seed, **placed)
+    state = step.start(model)
     del model
   else:
-    state = init_state(make_model, optimizer, seed=config.seed, **placed)
+    state = step.start()
   del restored
 
   # ---- Train ----
   state, history = fit(
     state,
-    train_step,
+    step.train_step,
     batches,
     config=config,
     workdir=folder,
     place=lambda batch: to_global(batch, mesh, rules),
     evaluate=evaluate,
-    **assembly.utilisation(config.model, batches, execution),
+    natural=step.natural,
+    **assembly.utilisation(config.model, batches, step.execution),
     label="pretrain",
   )
   return Result(state=state, history=history)
+
+
+def program(config: PretrainConfig, mesh: "Mesh") -> "Program":
+  """Returns the run's step on a mesh.
+
+  Args:
+    config: of the run.
+    mesh: its devices, which may be those of a topology that is not here.
+  """
+  from train.objective import lm_loss
+  from train.program import make_program
+
+  return make_program(
+    config,
+    config.model,
+    lm_loss(z_loss=config.z_loss),
+    mesh=mesh,
+    eval_objective=lm_loss(),
+  )
 
 
 if __name__ == "__main__":

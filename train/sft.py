@@ -8,10 +8,16 @@ workdir. `run` is the same for notebooks.
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs import cli
+from model.config import ModelConfig
 from train.run_config import Result, SFTConfig, check_length
+
+if TYPE_CHECKING:  # `--help` must not wait for JAX.
+  from jax.sharding import Mesh
+
+  from train.program import Program
 
 
 def run(config: SFTConfig, workdir: str, *, model: Any = None) -> Result:
@@ -31,16 +37,10 @@ def run(config: SFTConfig, workdir: str, *, model: Any = None) -> Result:
   # ---- Imports: `--help` must not wait for JAX ----
   from data import tokenizer as tokenizer_lib
   from data.loader import open_loader
-  from model.transformer import Transformer
-  from sharding.arrays import check_batch_size, process_rows, to_global
+  from sharding.arrays import process_rows, to_global
   from sharding.mesh import make_mesh
   from train import assembly, checkpoint, initial
   from train.loop import fit
-  from train.objective import lm_loss
-  from train.optimizers import make_optimizer
-  from train.schedules import make_schedule
-  from train.state import abstract_state, shardings_of, state_from_model
-  from train.step import make_eval_step, make_train_step
 
   folder = assembly.open_run(
     workdir,
@@ -51,20 +51,15 @@ def run(config: SFTConfig, workdir: str, *, model: Any = None) -> Result:
 
   # ---- Devices ----
   mesh, rules = make_mesh(config.mesh), config.rules
-  execution = assembly.make_execution(config.step, mesh, rules)
 
   # ---- Model: the one to start from says what it is ----
   if model is None:
     model = initial.load_model(config.init_from, mesh=mesh, rules=rules)
   model_config = model.config
-  make_model = lambda rngs: Transformer(model_config, rngs=rngs)
 
   # ---- Data ----
   data = config.data
   check_length(data.seq_len, model_config)
-  check_batch_size(
-    data.global_batch_size, mesh, rules, accumulation=config.step.accumulation
-  )
   tokenizer = tokenizer_lib.load(data.tokenizer)
   tokenizer_lib.check_vocab(tokenizer, model_config.vocab_size)
   rows = process_rows(data.global_batch_size, mesh, rules)
@@ -75,61 +70,57 @@ def run(config: SFTConfig, workdir: str, *, model: Any = None) -> Result:
     config = dataclasses.replace(config, num_steps=num_steps)
 
   # ---- Step ----
-  optimizer = make_optimizer(
-    config.optimizer, make_schedule(config.schedule, config.num_steps)
-  )
-  placed = {
-    "mesh": mesh,
-    "rules": rules,
-    "zero_stage": config.step.zero_stage,
-    "compression": config.step.compression,
-  }
-  abstract = abstract_state(make_model, optimizer, **placed)
-  shardings = shardings_of(abstract)
-  train_step = make_train_step(
-    lm_loss(),
-    optimizer,
-    execution,
-    shardings,
-    accumulation=config.step.accumulation,
-    zero_stage=config.step.zero_stage,
-    compression=config.step.compression,
-  )
+  step = program(config, model_config, mesh)
   evaluate = assembly.make_held_out(
     config.held_out,
     tokenizer,
-    make_eval_step(lm_loss(), execution, shardings.model),
+    step.eval_step,
     seq_len=data.seq_len,
     global_batch_size=data.global_batch_size,
     overlong=data.overlong,
-    execution=execution,
+    execution=step.execution,
   )
 
   # ---- State: where the run stopped, or a start ----
   restored = checkpoint.restore_latest(
     folder / "checkpoints",
-    abstract,
+    step.abstract,
     config={"model": dataclasses.asdict(model_config)},
   )
   if restored is not None:
-    state = restored.state
+    state = step.arranged(restored.state)
   else:
-    state = state_from_model(model, optimizer, seed=config.seed, **placed)
+    state = step.start(model)
   del restored, model
 
   # ---- Train ----
   state, history = fit(
     state,
-    train_step,
+    step.train_step,
     batches,
     config=config,
     workdir=folder,
     place=lambda batch: to_global(batch, mesh, rules),
     evaluate=evaluate,
-    **assembly.utilisation(model_config, batches, execution),
+    natural=step.natural,
+    **assembly.utilisation(model_config, batches, step.execution),
     label="sft",
   )
   return Result(state=state, history=history)
+
+
+def program(config: SFTConfig, model: ModelConfig, mesh: "Mesh") -> "Program":
+  """Returns the run's step on a mesh.
+
+  Args:
+    config: of the run, with `num_steps`.
+    model: shape of the model.
+    mesh: its devices, which may be those of a topology that is not here.
+  """
+  from train.objective import lm_loss
+  from train.program import make_program
+
+  return make_program(config, model, lm_loss(), mesh=mesh)
 
 
 if __name__ == "__main__":

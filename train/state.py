@@ -14,8 +14,13 @@ from jax.sharding import Mesh
 
 from sharding import zero
 from sharding.axes import Rules
+from sharding.offload import check_platform
 from sharding.rules import tree_shardings
-from train import exchange
+from sharding.stages import Layout
+from train import exchange, local_sgd
+from train.config import LocalSGDConfig, OffloadConfig
+from train.layout import arranged
+from train.offload import placed
 from train.optimizers import Optimizer
 
 MakeModel = Callable[[nnx.Rngs], nnx.Module]
@@ -29,10 +34,13 @@ class TrainState:
   Attributes:
     step: int32 scalar, steps taken.
     model: the weights, float32, or bfloat16 where the optimizer keeps them.
-    opt_state: moments (and master weights), each split like its weight.
+    opt_state: moments (and master weights), each split like its weight, of
+      what moves `model`.
     rng: uint32 [2], the run's threefry key as plain data.
     residual: what devices owe to compressed sums of gradients, a
       `sharding.compression.Residual`; None: nothing.
+    replicas: `train.local_sgd.Replicas` that train apart, `model` being the
+      outer weights where they meet; None: all train `model`.
   """
 
   step: jax.Array
@@ -40,6 +48,7 @@ class TrainState:
   opt_state: Any
   rng: jax.Array
   residual: Any = None
+  replicas: Any = None
 
 
 def step_key(state: TrainState) -> jax.Array:
@@ -56,6 +65,8 @@ def abstract_state(
   rules: Rules,
   zero_stage: int = 3,
   compression: str = "none",
+  offload: OffloadConfig = OffloadConfig(),
+  local: LocalSGDConfig = LocalSGDConfig(),
 ) -> TrainState:
   """Returns shapes, dtypes and shardings of a state, allocating nothing.
 
@@ -68,16 +79,39 @@ def abstract_state(
     rules: logical dim -> mesh axes.
     zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
     compression: of gradients between replicas, see `train/exchange.py`.
+    offload: what stands in host memory.
+    local: whether replicas train apart.
 
   Raises:
     ValueError: a weight does not divide over the mesh, or nothing is
-      replicated that could be compressed.
+      replicated that could be compressed or train apart.
   """
-  where = {"mesh": mesh, "rules": rules, "compression": compression}
+  where = {"mesh": mesh, "rules": rules}
+  where |= {"compression": compression, "local": local}
   abstract = jax.eval_shape(
-    lambda: _new_state(make_model(nnx.Rngs(0)), optimizer, seed=0, **where)
+    lambda: _new_state(
+      make_model(nnx.Rngs(0)), optimizer, seed=0, layout=None, **where
+    )
   )
-  return _with_shardings(abstract, mesh, rules, zero_stage)
+  return _with_shardings(abstract, mesh, rules, zero_stage, offload)
+
+
+def abstract_arranged(
+  abstract: TrainState,
+  layout: Layout | None,
+  *,
+  mesh: Mesh,
+  rules: Rules,
+  zero_stage: int = 3,
+) -> TrainState:
+  """Returns the same of a state whose layers stand in a pipeline's layout.
+
+  What a step takes, on a mesh with a pipeline.
+  """
+  if layout is None or layout.is_natural:
+    return abstract
+  arranged_ = jax.eval_shape(lambda state: arranged(state, layout), abstract)
+  return _with_shardings(arranged_, mesh, rules, zero_stage, OffloadConfig())
 
 
 def shardings_of(abstract: TrainState) -> TrainState:
@@ -94,6 +128,9 @@ def init_state(
   rules: Rules,
   zero_stage: int = 3,
   compression: str = "none",
+  layout: Layout | None = None,
+  offload: OffloadConfig = OffloadConfig(),
+  local: LocalSGDConfig = LocalSGDConfig(),
 ) -> TrainState:
   """Draws new weights; every array is born on its own devices.
 
@@ -107,18 +144,25 @@ def init_state(
     rules: logical dim -> mesh axes.
     zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
     compression: of gradients between replicas, see `train/exchange.py`.
+    layout: of the layers on a mesh with a pipeline; None: as in the model.
+    offload: what stands in host memory.
+    local: whether replicas train apart.
 
   Raises:
     ValueError: a weight does not divide over the mesh, or nothing is
-      replicated that could be compressed.
+      replicated that could be compressed or train apart.
   """
-  where = {"mesh": mesh, "rules": rules, "compression": compression}
+  where = {"mesh": mesh, "rules": rules}
+  where |= {"compression": compression, "local": local}
   abstract = abstract_state(
-    make_model, optimizer, zero_stage=zero_stage, **where
+    make_model, optimizer, zero_stage=zero_stage, offload=offload, **where
+  )
+  abstract = abstract_arranged(
+    abstract, layout, mesh=mesh, rules=rules, zero_stage=zero_stage
   )
   init = jax.jit(
     lambda: _new_state(
-      make_model(nnx.Rngs(seed)), optimizer, seed=seed, **where
+      make_model(nnx.Rngs(seed)), optimizer, seed=seed, layout=layout, **where
     ),
     out_shardings=shardings_of(abstract),
   )
@@ -134,6 +178,9 @@ def state_from_model(
   rules: Rules,
   zero_stage: int = 3,
   compression: str = "none",
+  layout: Layout | None = None,
+  offload: OffloadConfig = OffloadConfig(),
+  local: LocalSGDConfig = LocalSGDConfig(),
 ) -> TrainState:
   """Starts from given weights (fine-tuning), which stay valid: they are copied.
 
@@ -145,17 +192,26 @@ def state_from_model(
     rules: logical dim -> mesh axes.
     zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
     compression: of gradients between replicas, see `train/exchange.py`.
+    layout: of the layers on a mesh with a pipeline; None: as in the model.
+    offload: what stands in host memory.
+    local: whether replicas train apart.
 
   Raises:
     ValueError: a weight does not divide over the mesh, or nothing is
-      replicated that could be compressed.
+      replicated that could be compressed or train apart.
   """
-  where = {"mesh": mesh, "rules": rules, "compression": compression}
-  new = lambda model: _new_state(model, optimizer, seed=seed, **where)
-  shardings = shardings_of(
-    _with_shardings(jax.eval_shape(new, model), mesh, rules, zero_stage)
+  where = {"mesh": mesh, "rules": rules}
+  where |= {"compression": compression, "local": local}
+  new = lambda model: _new_state(
+    model, optimizer, seed=seed, layout=layout, **where
   )
-  model = jax.device_put(model, shardings.model)
+  shardings = shardings_of(
+    _with_shardings(
+      jax.eval_shape(new, model), mesh, rules, zero_stage, offload
+    )
+  )
+  if layout is None or layout.is_natural:
+    model = jax.device_put(model, shardings.model)
   # Without a copy the state would share the caller's buffers, and the first
   # step, which donates its state, would delete them.
   start = jax.jit(
@@ -172,32 +228,53 @@ def _new_state(
   mesh: Mesh,
   rules: Rules,
   compression: str,
+  local: LocalSGDConfig,
+  layout: Layout | None,
 ) -> TrainState:
   """Returns the state before the first step."""
   residual = exchange.no_residual(model, mesh, rules, compression)
-  model, opt_state = optimizer.start(model)
+  model, opt_state = optimizer.start(arranged(model, layout))
+  replicas = None
+  if local.steps is not None:
+    replicas = local_sgd.begin(model, opt_state, mesh, rules)
+    opt_state = local_sgd.outer_optimizer(local).init(model)
   return TrainState(
     step=jnp.zeros((), jnp.int32),
     model=model,
     opt_state=opt_state,
     rng=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
     residual=residual,
+    replicas=replicas,
   )
 
 
 def _with_shardings(
-  abstract: TrainState, mesh: Mesh, rules: Rules, zero_stage: int
+  abstract: TrainState,
+  mesh: Mesh,
+  rules: Rules,
+  zero_stage: int,
+  offload: OffloadConfig,
 ) -> TrainState:
   """Adds to each abstract leaf where it will live."""
+  alike = dataclasses.replace(abstract, replicas=None)
   places = dataclasses.replace(
-    tree_shardings(abstract, mesh, rules),
+    tree_shardings(alike, mesh, rules),
     model=tree_shardings(
       abstract.model, mesh, zero.parameter_rules(rules, zero_stage)
     ),
     residual=jax.tree.map(
       lambda _: exchange.residual_sharding(mesh), abstract.residual
     ),
+    replicas=local_sgd.shardings(abstract.replicas, mesh, rules),
   )
+  if offload != OffloadConfig():
+    check_platform(mesh.devices.flat[0].platform)
+  for name, there in dict(
+    model=offload.parameters, opt_state=offload.optimizer
+  ).items():
+    if there:
+      on_host = placed(getattr(places, name), getattr(abstract, name))
+      places = dataclasses.replace(places, **{name: on_host})
   return jax.tree.map(
     lambda leaf, place: jax.ShapeDtypeStruct(
       leaf.shape, leaf.dtype, sharding=place

@@ -6,29 +6,28 @@ not depend on how the batch was split or packed.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from model.execution import Execution
 from pallas_kernels.ring_attention.order import permutation
 from sharding import zero
 from sharding.arrays import batch_sharding, check_batch_size
-from sharding.axes import Rules
-from sharding.compression import Residual
-from sharding.rules import is_variable, replicated, tree_shardings
-from train import exchange, experts
+from sharding.rules import replicated, stacked, tree_shardings
+from sharding.stages import Layout
+from train import exchange, experts, local_sgd
+from train import offload as host
+from train.config import LocalSGDConfig, OffloadConfig
+from train.gradients import Sums, gradient_sums, replica_sums, split_rows
 from train.objective import Batch, Metrics, Objective
 from train.optimizers import Optimizer, global_norm
+from train.pipeline import make_stages, most_micro_batches
 from train.state import TrainState, step_key
-
-# Folded into a step's key; rows of a batch have lower numbers.
-_ROUNDING = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +64,11 @@ def make_train_step(
   rows_per_example: int = 1,
   zero_stage: int = 3,
   compression: str = "none",
+  layout: Layout | None = None,
+  schedule: str = "1f1b",
+  offload: OffloadConfig = OffloadConfig(),
+  local: LocalSGDConfig = LocalSGDConfig(),
+  num_steps: int | None = None,
 ) -> TrainStep:
   """Returns the jitted `train_step(state, batch) -> (state, metrics)`.
 
@@ -76,7 +80,9 @@ def make_train_step(
   clip_factor, param_norm, learning_rate, nonfinite (1: the loss or the
   gradient is not finite; the state is spoilt), and every aux sum of the loss
   over the weight. For a model with experts also those of `experts.metrics`;
-  what is minimised is loss + router_loss.
+  what is minimised is loss + router_loss. Where replicas train apart, norms are
+  means over replicas, and drift is the mean distance that they have from the
+  outer weights, before they meet.
 
   With accumulation, gradients cross the mesh axes that replicate them (`data`;
   in ZeRO stage 1 `fsdp`) once a step: each replica adds up its own. From stage
@@ -92,9 +98,16 @@ def make_train_step(
     rows_per_example: neighbouring rows that the loss reads together.
     zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
     compression: of gradients between replicas, see `train/exchange.py`.
+    layout: of the state's layers, on a mesh with a pipeline.
+    schedule: of a pipeline, which takes a micro-batch after the other.
+    offload: what stands in host memory.
+    local: whether replicas train apart, see `train/local_sgd.py`.
+    num_steps: of the run, whose last step lets such replicas meet; None: it
+      has no end.
 
   Raises:
-    ValueError: (at the first step) the batch does not divide over the mesh
+    ValueError: a pipeline without a layout, or a schedule that does not fit;
+      (at the first step) the batch does not divide over the mesh
       and the micro-batches.
   """
   mesh, rules = execution.mesh, execution.rules
@@ -102,11 +115,130 @@ def make_train_step(
   held = zero.parameter_rules(rules, zero_stage)
   execution = dataclasses.replace(execution, rules=held)
   places, tree = jax.tree.flatten(shardings)
-  if (compression == "signs") != (optimizer.freeze_step is not None):
-    raise ValueError(
-      "step.compression=signs and optimizer.kind=onebit_adam belong together:"
-      " signs of gradients would spoil the variance of another optimizer"
+  check_together(
+    optimizer, mesh, compression=compression, offload=offload, local=local
+  )
+  stages = make_stages(schedule, layout, mesh, accumulation)
+
+  def updated(
+    sums: Sums,
+    model: nnx.Module,
+    opt_state: Any,
+    step: jax.Array,
+    parts: nnx.Module,
+  ) -> tuple[nnx.Module, Any, Metrics]:
+    """The new weights and optimizer state, and what the update reports."""
+    # Said, not left to XLA's propagation.
+    old, grads, weight = model, sums.grads, _divisor(sums)
+    if not offload.gradients:
+      grads = jax.lax.with_sharding_constraint(grads, parts)
+    if not offload.parameters:
+      model = jax.lax.with_sharding_constraint(model, parts)
+    if offload.of_state:
+      model, opt_state, metrics = host.update(
+        optimizer, offload, grads, weight, opt_state, model, step
+      )
+    else:
+      grads = jax.tree.map(lambda g: g / weight, grads)
+      model, opt_state, metrics = optimizer.update(
+        grads, opt_state, model, step
+      )
+    if experts.ROUTER in sums.aux:
+      stats = sums.aux[experts.ROUTER]
+      model = experts.rebalanced(model, stats, layout)
+      if optimizer.master_weights:
+        weights = experts.rebalanced(opt_state.weights, stats, layout)
+        opt_state = opt_state._replace(weights=weights)
+    if not offload.of_state:
+      metrics["param_norm"] = global_norm(model)
+    if zero_stage < 3 and stages is None:
+      whole = zero.gather(
+        jax.tree.leaves(old),
+        jax.tree.leaves(jax.lax.with_sharding_constraint(model, parts)),
+        stacked(model),
+        jax.tree.leaves(shardings.model),
+      )
+      model = jax.tree.structure(model).unflatten(whole)
+    return model, opt_state, metrics
+
+  def together(
+    state: TrainState, batch: Batch, parts: nnx.Module
+  ) -> tuple[TrainState, Sums, Metrics]:
+    """A step of one model, of the gradient of the whole batch."""
+    if experts.has_experts(state.model):
+      batch = experts.with_router_weights(batch, objective.weight(batch))
+    model, opt_state = state.model, state.opt_state
+    # Where arrays stand is not in their types until it is said.
+    if offload.parameters:
+      model = host.on_host(model)
+    if offload.optimizer:
+      opt_state = host.on_host(opt_state)
+    sums, residual = gradient_sums(
+      objective,
+      model,
+      batch,
+      step_key(state),
+      execution,
+      zero.gradient_rules(rules, zero_stage),
+      parts,
+      accumulation,
+      stages,
+      _exchange(compression, optimizer, state),
+      offload,
     )
+    model, opt_state, metrics = updated(
+      sums, model, opt_state, state.step, parts
+    )
+    state = dataclasses.replace(
+      state, model=model, opt_state=opt_state, residual=residual
+    )
+    return state, sums, metrics
+
+  def apart(
+    state: TrainState, batch: Batch, parts: nnx.Module
+  ) -> tuple[TrainState, Sums, Metrics]:
+    """A step of replicas, each by the gradient of its own rows."""
+    axes = local_sgd.replica_axes(state.model, mesh, rules)
+
+    def each(sums: Sums, model: nnx.Module, opt_state: Any):
+      model, opt_state, metrics = updated(
+        sums, model, opt_state, state.step, parts
+      )
+      away = jax.tree.map(jnp.subtract, model, state.model)
+      metrics["drift"] = global_norm(away)
+      return local_sgd.Replicas(model, opt_state), metrics
+
+    def inner(replicas: local_sgd.Replicas):
+      sums = replica_sums(
+        objective,
+        replicas.model,
+        batch,
+        step_key(state),
+        execution,
+        parts,
+        accumulation,
+        axes,
+      )
+      replicas, metrics = jax.vmap(each, spmd_axis_name=axes)(sums, *replicas)
+      return replicas, (dataclasses.replace(sums, grads=None), metrics)
+
+    outer, replicas, (sums, metrics) = local_sgd.step_with(
+      inner,
+      local_sgd.Outer(state.model, state.opt_state),
+      state.replicas,
+      state.step,
+      config=local,
+      parts=parts,
+      num_steps=num_steps,
+    )
+    state = dataclasses.replace(
+      state, model=outer.model, opt_state=outer.opt_state, replicas=replicas
+    )
+    # Outside of a step beside which weights cross, and not to be moved into it:
+    # they would cross with these scalars, which wait for its end.
+    sums, metrics = jax.lax.optimization_barrier((sums, metrics))
+    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+    return state, sums, jax.tree.map(jnp.mean, metrics)
 
   def train_step(leaves: list, batch: Batch):
     state = tree.unflatten(leaves)
@@ -120,64 +252,25 @@ def make_train_step(
     )
     batch = _prepared(batch, execution)
     if experts.has_experts(state.model):
-      batch = experts.with_router_weights(batch, objective.weight(batch))
+      host.check_experts(state.model, offload, optimizer)
     # Where a device updates a part of a weight, whatever it holds of it.
     parts = tree_shardings(state.model, mesh, rules)
-    sums, residual = _gradient_sums(
-      objective,
-      state.model,
-      batch,
-      step_key(state),
-      execution,
-      zero.gradient_rules(rules, zero_stage),
-      accumulation,
-      _exchange(compression, optimizer, state),
-    )
-    # The one division. A batch of nothing but padding has gradient 0.
-    weight = jnp.where(sums.weight > 0, sums.weight, 1.0)
-    # Said, not left to XLA's propagation: each goes to who updates its weight.
-    grads = jax.lax.with_sharding_constraint(sums.grads, parts)
-    grads = jax.tree.map(lambda g: g / weight, grads)
-    model = jax.lax.with_sharding_constraint(state.model, parts)
-    model, opt_state, metrics = optimizer.update(
-      grads, state.opt_state, model, state.step
-    )
-    model = jax.lax.with_sharding_constraint(model, parts)
-    aux = dict(sums.aux)
+    take = together if local.steps is None else apart
+    state, sums, metrics = take(state, batch, parts)
+    weight, aux = _divisor(sums), dict(sums.aux)
     if experts.ROUTER in aux:
-      stats = aux.pop(experts.ROUTER)
-      model = experts.rebalanced(model, stats)
-      if optimizer.master_weights:
-        weights = experts.rebalanced(opt_state.weights, stats)
-        opt_state = opt_state._replace(weights=weights)
-      metrics |= experts.metrics(stats, weight, batch)
-    param_norm = global_norm(model)
-    if zero_stage < 3:
-      whole = zero.gather(
-        jax.tree.leaves(state.model),
-        jax.tree.leaves(model),
-        _stacked(model),
-        jax.tree.leaves(shardings.model),
-      )
-      model = jax.tree.structure(model).unflatten(whole)
+      metrics |= experts.metrics(aux.pop(experts.ROUTER), weight, batch)
     loss = sums.loss / weight
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
     metrics |= {
       "loss": loss,
       "weight_sum": sums.weight,
-      "param_norm": param_norm,
       "nonfinite": 1.0 - finite.astype(jnp.float32),
     }
     clash = metrics.keys() & aux.keys()
     assert not clash, f"the loss names its aux like a metric: {clash}"
     metrics |= {name: value / weight for name, value in aux.items()}
-    state = TrainState(
-      step=state.step + 1,
-      model=model,
-      opt_state=opt_state,
-      rng=state.rng,
-      residual=residual,
-    )
+    state = dataclasses.replace(state, step=state.step + 1)
     return jax.tree.leaves(state), metrics
 
   jitted = jax.jit(
@@ -189,8 +282,51 @@ def make_train_step(
   return TrainStep(jitted, tree)
 
 
+def check_together(
+  optimizer: Optimizer,
+  mesh: Mesh,
+  *,
+  compression: str,
+  offload: OffloadConfig,
+  local: LocalSGDConfig,
+) -> None:
+  """Refuses settings of a step that do not go with each other or the mesh.
+
+  Raises:
+    ValueError: some do not.
+  """
+  local_sgd.check(
+    local,
+    mesh=mesh,
+    master_weights=optimizer.master_weights,
+    onebit=optimizer.freeze_step is not None,
+  )
+  if (compression == "signs") != (optimizer.freeze_step is not None):
+    raise ValueError(
+      "step.compression=signs and optimizer.kind=onebit_adam belong together:"
+      " signs of gradients would spoil the variance of another optimizer"
+    )
+  if mesh.shape["pipeline"] == 1:
+    return
+  if compression != "none":
+    raise ValueError(
+      f"step.compression={compression!r} is not for pipelines, whose stages add"
+      " up float32 gradients: set step.compression=none or mesh.pipeline=1"
+    )
+  if offload != OffloadConfig():
+    raise ValueError(
+      "step.offload is not for pipelines, whose stages keep their layers on the"
+      f" device: got {offload}. Leave it as it is, or set mesh.pipeline=1"
+    )
+
+
 def make_eval_step(
-  objective: Objective, execution: Execution, model_shardings: nnx.Module
+  objective: Objective,
+  execution: Execution,
+  model_shardings: nnx.Module,
+  *,
+  rows_per_example: int = 1,
+  layout: Layout | None = None,
 ) -> Callable[[nnx.Module, Batch], tuple[jax.Array, jax.Array, Metrics]]:
   """Returns the jitted `eval_step(model, batch)`, without dropout.
 
@@ -201,14 +337,33 @@ def make_eval_step(
     objective: the training loss.
     execution: how the model runs.
     model_shardings: `shardings.model` of the training step.
+    rows_per_example: neighbouring rows that the loss reads together.
+    layout: of the model's layers, on a mesh with a pipeline.
   """
   mesh, rules = execution.mesh, execution.rules
+  places = jax.tree.leaves(model_shardings)
+  streams = any(place.memory_kind == "pinned_host" for place in places)
 
   def eval_step(model: nnx.Module, batch: Batch):
+    if streams:
+      model = host.streamed(host.on_host(model))
     num_rows = len(batch["tokens"])
     check_batch_size(num_rows, mesh, rules)
     batch = _prepared(batch, execution)
-    loss, weight, aux = objective(model, batch, None, execution)
+    if layout is None:
+      loss, weight, aux = objective(model, batch, None, execution)
+    else:
+      shards = execution.num_batch_shards * rows_per_example
+      num_micro = most_micro_batches(num_rows // shards, layout)
+      micro_batches = {
+        name: split_rows(x, execution, (), num_micro)
+        for name, x in batch.items()
+      }
+      stages = make_stages("evaluation", layout, mesh, num_micro)
+      loss, aux, _ = stages.sums(
+        objective, model, micro_batches, None, execution
+      )
+      weight = objective.weight(batch)
     return loss, weight, {k: v for k, v in aux.items() if k != experts.ROUTER}
 
   return jax.jit(
@@ -238,109 +393,9 @@ def _prepared(batch: Batch, execution: Execution) -> Batch:
   return batch | {"row_ids": jnp.arange(B, dtype=jnp.int32)}
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Sums:
-  """What a step adds up over micro-batches and devices, float32."""
-
-  loss: jax.Array
-  weight: jax.Array
-  aux: Metrics
-  grads: Any
-
-
-def _gradient_sums(
-  objective: Objective,
-  model: nnx.Module,
-  batch: Batch,
-  key: jax.Array,
-  execution: Execution,
-  gradient_rules: Rules,
-  accumulation: int,
-  compressed: exchange.Exchange | None,
-) -> tuple[_Sums, Residual | None]:
-  """Returns the sums of a batch and the gradient of the loss sum.
-
-  And what compression owes to the gradients of later steps.
-  """
-  mesh, rules = execution.mesh, execution.rules
-
-  def vjp(batch: Batch, execution: Execution):
-    def loss(model):
-      total, weight, aux = objective(model, batch, key, execution)
-      minimised = total
-      if experts.ROUTER in aux:
-        stats = experts.batch_sums(aux[experts.ROUTER], batch)
-        minimised += stats["loss"]
-        aux = aux | {experts.ROUTER: stats}
-      return minimised, (total, weight, aux)
-
-    return jax.vjp(loss, model, has_aux=True)
-
-  if accumulation == 1 and compressed is None:
-    minimised, pull_back, sums = vjp(batch, execution)
-    return _Sums(*sums, *pull_back(jnp.ones_like(minimised))), None
-
-  # Were all replicas of the gradient one program, XLA would reduce every
-  # micro-batch. A vmap over the replicas gives each a gradient of its own; the
-  # sum over them afterwards is the only reduction.
-  places = tree_shardings(model, mesh, gradient_rules)
-  replicas = exchange.replica_axes(jax.tree.leaves(places), mesh, rules)
-  shards = tuple(axis for axis in rules.batch if axis not in replicas)
-  inner = dataclasses.replace(
-    execution, rules=dataclasses.replace(rules, batch=shards)
-  )
-  batch = {
-    name: _split_rows(x, execution, replicas, accumulation)
-    for name, x in batch.items()
-  }
-  # Replicas stand behind the dim of the layers, over which a scan runs: it
-  # reads no reference by another dim than the first.
-  stacked = _stacked(model)
-  dims = list(map(int, stacked))
-  grads = [
-    jax.new_ref(_zeros(weight, place, dim, replicas))
-    for weight, place, dim in zip(
-      jax.tree.leaves(model), jax.tree.leaves(places), dims, strict=True
-    )
-  ]
-  tree = jax.tree.structure(model)
-
-  def micro(batch: Batch, grads: list):
-    minimised, pull_back, sums = vjp(batch, inner)
-    # In place, each layer's gradient as it is made: a micro-batch never has a
-    # whole one beside the sum.
-    pull_back.with_refs(tree.unflatten(grads))(jnp.ones_like(minimised))
-    return sums
-
-  if replicas:
-    micro = jax.vmap(micro, in_axes=(0, dims), spmd_axis_name=replicas)
-  else:
-    batch = jax.tree.map(lambda x: x[:, 0], batch)
-  step = lambda carry, batch: (carry, micro(batch, grads))
-  each = jax.lax.scan(step, None, batch)[1]
-  over = (0, 1) if replicas else 0
-  sums = jax.tree.map(lambda x: jnp.sum(x, axis=over), each)
-  totals = list(map(jax.freeze, grads))
-  parts = jax.tree.leaves(tree_shardings(model, mesh, rules))
-  if replicas[-1:] == ("fsdp",):
-    totals = zero.sum_parts(totals, stacked, parts, replicas)
-    replicas = replicas[:-1]
-  residual = None
-  if replicas and compressed is None:
-    totals = map(jnp.sum, totals, dims)
-  elif replicas:
-    # The division belongs to the step, but what is owed is of means.
-    weight = jnp.where(sums[1] > 0, sums[1], 1.0)
-    totals, residual = compressed.sum(
-      [total / weight for total in totals],
-      dims,
-      parts,
-      replicas,
-      key=jax.random.fold_in(key, _ROUNDING),
-    )
-    totals = [total * weight for total in totals]
-  return _Sums(*sums, tree.unflatten(totals)), residual
+def _divisor(sums: Sums) -> jax.Array:
+  """What sums are divided by: a batch of nothing but padding has gradient 0."""
+  return jnp.where(sums.weight > 0, sums.weight, 1.0)
 
 
 def _exchange(
@@ -352,56 +407,12 @@ def _exchange(
   how = exchange.Exchange(compression=compression, residual=state.residual)
   if optimizer.freeze_step is None:
     return how
+  momentum, root = optimizer.momentum(state.opt_state)
   return dataclasses.replace(
     how,
-    momentum=jax.tree.leaves(optimizer.momentum(state.opt_state)),
+    momentum=jax.tree.leaves(momentum),
+    root=jax.tree.leaves(root),
     decay=optimizer.b1,
+    bound=optimizer.largest_direction,
     whole=state.step < optimizer.freeze_step,
   )
-
-
-def _stacked(model: nnx.Module) -> list[bool]:
-  """Which leaves of a model have layers in front."""
-  return [
-    weight.ndim > len(weight.get_metadata("names"))
-    for weight in jax.tree.leaves(model, is_leaf=is_variable)
-  ]
-
-
-def _zeros(
-  weight: jax.Array, place: NamedSharding, dim: int, replicas: tuple[str, ...]
-) -> jax.Array:
-  """The start of a gradient's sum, one for each replica along `dim`."""
-  shape, mesh = list(weight.shape), place.mesh
-  spec = list(place.spec) + [None] * (weight.ndim - len(place.spec))
-  if replicas:
-    shape.insert(dim, math.prod(mesh.shape[axis] for axis in replicas))
-    spec.insert(dim, replicas)
-  return jax.lax.with_sharding_constraint(
-    jnp.zeros(shape, weight.dtype), NamedSharding(mesh, PartitionSpec(*spec))
-  )
-
-
-def _split_rows(
-  x: jax.Array,
-  execution: Execution,
-  replicas: tuple[str, ...],
-  accumulation: int,
-) -> jax.Array:
-  """Splits rows into [accumulation, replicas, rows of a micro-batch, ...].
-
-  Every micro-batch takes its rows from every device, so none moves.
-  """
-  mesh, axes = execution.mesh, execution.rules.batch
-  sizes = [mesh.shape[axis] for axis in axes]
-  rows = len(x) // math.prod(sizes) // accumulation
-  shards = [axis for axis in axes if axis not in replicas]
-  order = [axes.index(axis) for axis in (*replicas, *shards)]
-  order.insert(0, len(axes))
-  order += range(len(axes) + 1, len(axes) + 1 + x.ndim)
-  num_replicas = math.prod(mesh.shape[axis] for axis in replicas)
-  rest = x.shape[1:]
-  x = x.reshape(*sizes, accumulation, rows, *rest).transpose(order)
-  x = x.reshape(accumulation, num_replicas, -1, *rest)
-  spec = PartitionSpec(None, replicas or None, tuple(shards) or None)
-  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

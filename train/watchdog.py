@@ -11,6 +11,7 @@ Companions only tell. Started by `start`, never by hand; imports no JAX.
 
 import asyncio
 import contextlib
+import ipaddress
 import pathlib
 import signal
 import socket
@@ -60,13 +61,7 @@ def start(host: str, *, heartbeat_seconds: int) -> Companion:
   import numpy as np
   from jax.experimental import multihost_utils
 
-  listener = None
-  if jax.process_index() == 0:
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
-    listener = socket.create_server(
-      ("", 0), family=family, dualstack_ipv6=is_dual
-    )
+  listener = listen(host) if jax.process_index() == 0 else None
   port = listener.getsockname()[1] if listener else 0
   port = int(multihost_utils.broadcast_one_to_all(np.int32(port)))
   files = [listener.fileno()] if listener else []
@@ -81,6 +76,28 @@ def start(host: str, *, heartbeat_seconds: int) -> Companion:
   if listener:
     listener.close()
   return Companion(child.stdin)
+
+
+def listen(host: str) -> socket.socket:
+  """Opens the socket that companions come to, on a port of its own.
+
+  Args:
+    host: of process 0, as the others call it. Who calls it "localhost", or by
+      a loopback address, has all processes on one machine, and no other can
+      connect. A name says no more: many machines know their own by 127.0.1.1.
+  """
+  is_local = host == "localhost"
+  with contextlib.suppress(ValueError):
+    is_local |= ipaddress.ip_address(host).is_loopback
+  if is_local:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family)
+  is_dual = socket.has_dualstack_ipv6()
+  return socket.create_server(
+    ("", 0),
+    family=socket.AF_INET6 if is_dual else socket.AF_INET,
+    dualstack_ipv6=is_dual,
+  )
 
 
 def resume_hint(checkpoints: pathlib.Path | None) -> str:

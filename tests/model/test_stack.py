@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from model.execution import Execution
 from model.linear import SAVED_NAME
-from model.stack import _near_root, scan_layers
+from model.stack import near_root, scan_layers
 from tests.tolerances import tolerance
 
 L, D = 6, 5
@@ -97,11 +97,11 @@ def test_each_mode_keeps_less_than_nothing_recomputed():
   assert temporary_bytes(64, remat="block", remat_every=4) < 0.8 * block
 
 
-def test_near_root():
-  assert [_near_root(n) for n in (1, 4, 16, 36, 64)] == [1, 2, 4, 6, 8]
+def testnear_root():
+  assert [near_root(n) for n in (1, 4, 16, 36, 64)] == [1, 2, 4, 6, 8]
   # Two divisors stand equally near to the root of any other number.
-  assert _near_root(48) in (6, 8)
-  assert _near_root(7) in (1, 7)
+  assert near_root(48) in (6, 8)
+  assert near_root(7) in (1, 7)
 
 
 def test_refuses():

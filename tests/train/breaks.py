@@ -42,6 +42,7 @@ class Break:
 
 
 _STEP, _LOSSES = "train/step.py", "model/losses.py"
+_GRADIENTS = "train/gradients.py"
 _RING = "pallas_kernels/ring_attention/op.py"
 _ULYSSES = "pallas_kernels/ring_attention/ulysses.py"
 _PLACED = "model/placed_attention.py"
@@ -54,14 +55,14 @@ _DATA_OF_2 = dict(mesh=dict(data=2), settings=dict(accumulation=4))
 BREAKS = [
   Break(
     "replicas do not add up their sums",
-    _STEP,
+    _GRADIENTS,
     "totals = map(jnp.sum, totals, dims)",
     "totals = map(lambda x, dim: x.take(0, dim), totals, dims)",
     **_DATA_OF_2,
   ),
   Break(
     "replicas are averaged, not added: packing weighs rows unequally",
-    _STEP,
+    _GRADIENTS,
     "totals = map(jnp.sum, totals, dims)",
     "w = jnp.sum(each[1], axis=0)\n"
     "    totals = map(lambda x, dim: jnp.sum(x * (jnp.mean(w) / w).reshape("
@@ -70,7 +71,7 @@ BREAKS = [
   ),
   Break(
     "micro-batches weigh the same",
-    _STEP,
+    _GRADIENTS,
     "with_refs(tree.unflatten(grads))(jnp.ones_like(minimised))",
     "with_refs(tree.unflatten(grads))(1 / sums[1])",
     **_DATA_OF_2,

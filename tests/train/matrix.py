@@ -14,6 +14,7 @@ Mesh = tuple[tuple[str, int], ...]
 # Devices along an axis: alone, as the first and as the second of a pair. A
 # pair's differ, so that a division by the wrong one shows.
 SIZES = {
+  "pipeline": (2, 2, 2),
   "data": (8, 2, 4),
   "fsdp": (8, 2, 4),
   "expert": (8, 2, 4),
@@ -24,6 +25,8 @@ TRIPLES = (
   ("data", "fsdp", "tensor"),
   ("fsdp", "context", "tensor"),
   ("expert", "context", "tensor"),
+  ("pipeline", "data", "tensor"),
+  ("pipeline", "expert", "fsdp"),
 )
 
 
@@ -52,6 +55,8 @@ FACTORS = {
   "context": Factor(("ring", "all_gather", "ulysses"), "context"),
   "zero_stage": Factor((1, 2, 3), "fsdp"),
   "embed": Factor(("fsdp", "fsdp context"), "context"),  # a rule
+  # "interleaved" is in `others`: it takes micro-batches in groups only.
+  "schedule": Factor(("gpipe", "1f1b", "zero_bubble"), "pipeline"),
 }
 
 
@@ -164,17 +169,20 @@ def others() -> list[Cell]:
     chosen = {name: (settings | changes)[name] for name in factors(mesh)}
     return Cell(mesh, tuple(chosen.items()), loss, dropout, kernels)
 
-  first, second = TRIPLES[:2]
+  first, second, _, stages, expert_stages = TRIPLES
   kernels = dict(dropout=True, kernels=True, model="gqa", packed=True)
   return [
     cell(first, "sft"),
     cell(second, "sft", context="ring"),
     cell(first, "dpo", packed=False),
     cell(second, "dpo", packed=False),
+    cell(stages, "dpo", packed=False, schedule="1f1b"),
     cell(second, dropout=True),
     cell(["data", "expert"], "dpo", packed=False, model="moe"),
     cell(["data", "expert"], **kernels | dict(model="moe")),
     cell(first, zero_stage=1),
+    cell(stages, dropout=True, schedule="interleaved"),
+    cell(expert_stages, schedule="interleaved", model="gqa"),
     *[cell([axis], **kernels) for axis in ("data", "fsdp", "tensor")],
     cell(["context"], context="ring", accumulation=1, **kernels),
   ]

@@ -7,19 +7,15 @@ aborts the interpreter. Prints a JSON object a cell.
 import dataclasses
 import functools
 import json
-import os
 import sys
 import traceback
-
-# LLVM's optimiser would take half of the time and changes no collective.
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
 import jax
 
 from align.preference import dpo_loss
 from sharding.axes import MeshConfig, Rules
 from sharding.mesh import make_mesh
-from tests.train import breaks, matrix, tiny
+from tests.train import breaks, matrix, quick_xla, tiny
 from train.config import OptimizerConfig
 from train.objective import lm_loss
 
@@ -41,7 +37,14 @@ OBJECTIVES = {
   "dpo": dpo_loss(beta=0.5),
 }
 # Factors that are settings of the step; the others say what is computed.
-STEP = ("accumulation", "remat", "context", "zero_stage", "embed")
+STEP = (
+  "accumulation",
+  "remat",
+  "context",
+  "zero_stage",
+  "embed",
+  "schedule",
+)
 NUM_STEPS = 2
 
 
@@ -86,6 +89,8 @@ def compare(cell: matrix.Cell) -> dict[str, dict[str, float]]:
   settings = {name: of[name] for name in STEP if name in of}
   if "embed" in settings:
     settings["rules"] = Rules(embed=tuple(settings.pop("embed").split()))
+  if settings.get("schedule") == "interleaved":
+    settings["virtual_stages"] = 2
   if cell.kernels:  # The one device runs what XLA makes of plain JAX.
     settings |= dict(attention="tpu", loss="tpu", experts="tpu")
   ours = train(cell, mesh, **settings)
@@ -108,6 +113,7 @@ def compare(cell: matrix.Cell) -> dict[str, dict[str, float]]:
 
 def main(part: str, which: str):
   """Prints cells: a group of `matrix.cover` or `.whole`, or that of a break."""
+  quick_xla.use()
   jax.config.update("jax_num_cpu_devices", 8)
   jax.config.update("jax_numpy_rank_promotion", "raise")
   if part == "break":

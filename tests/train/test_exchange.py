@@ -157,6 +157,34 @@ def test_learns_as_float32(compression, num_steps):
 
 
 @pytest.mark.slow
+def test_signs_throw_no_weight_whose_variance_was_small():
+  """Tokens first seen when the variance stands still already."""
+  config = dataclasses.replace(
+    ONEBIT, freeze_step=3, b2=0.999, weight_decay=0.0
+  )
+  mesh = make_mesh(MeshConfig(data=2, fsdp=1))
+  model = dataclasses.replace(tiny.MHA, num_layers=1)
+  state, step = tiny.start(
+    tiny.random_model(model), config, mesh, compression="signs"
+  )
+  # sqrt of (1 - b1)^2 / (1 - b2) times the sum of (b1^2 / b2)^t.
+  terms = (0.81 / 0.999) ** np.arange(1000)
+  most = np.sqrt(0.01 / 0.001 * terms.sum())
+  for i in range(6):
+    vocab = 52 if i < 3 else model.vocab_size
+    rows = to_global(tiny.packed_batch(i, vocab=vocab), mesh, Rules())
+    before = jax.device_get(state.model)
+    state, metrics = step(state, rows)
+    # A momentum is corrected for its start at 0.
+    limit = metrics["learning_rate"] * most / (1 - 0.9 ** (i + 1))
+    for a, b in zip(
+      jax.tree.leaves(before), jax.tree.leaves(state.model), strict=True
+    ):
+      assert np.abs(a - b).max() <= 1.01 * limit
+  assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.slow
 def test_another_mesh_forgets_what_is_owed(tmp_path):
   _, state = train("largest", **SMALL, num_steps=3)
   assert np.abs(state.residual.sent).max() > 0

@@ -14,7 +14,7 @@ from data import tokenized
 from data.loader import Loader
 from tests.tolerances import tolerance
 from tests.train import tiny_run
-from train import checkpoint, guard, monitor, preemption, pretrain, step
+from train import checkpoint, guard, monitor, preemption, pretrain, program
 
 # One worker: the runs that the tests share are not run twice.
 pytestmark = pytest.mark.xdist_group("train_loop")
@@ -170,7 +170,7 @@ def test_a_nan_in_a_batch_stops_and_names_it(
 
 
 def test_a_nan_in_a_weight_stops_the_run(config, tmp_path, monkeypatch):
-  make = step.make_train_step
+  make = program.make_train_step
 
   def poisoned(*args, **kwargs):
     train_step = make(*args, **kwargs)
@@ -184,7 +184,7 @@ def test_a_nan_in_a_weight_stops_the_run(config, tmp_path, monkeypatch):
 
     return dataclasses.replace(train_step, on_leaves=spoil)
 
-  monkeypatch.setattr(step, "make_train_step", poisoned)
+  monkeypatch.setattr(program, "make_train_step", poisoned)
   with pytest.raises(guard.NonFiniteError, match=r"Step 6: .*checkpoints/4;"):
     pretrain.run(config, str(tmp_path))
   assert checkpoint.steps(tmp_path / "checkpoints") == [4]
@@ -192,13 +192,13 @@ def test_a_nan_in_a_weight_stops_the_run(config, tmp_path, monkeypatch):
 
 def test_one_compilation(config, tmp_path, monkeypatch):
   made = []
-  make = step.make_train_step
+  make = program.make_train_step
 
   def kept(*args, **kwargs):
     made.append(make(*args, **kwargs))
     return made[-1]
 
-  monkeypatch.setattr(step, "make_train_step", kept)
+  monkeypatch.setattr(program, "make_train_step", kept)
   pretrain.run(config, str(tmp_path))
   pretrain.run(dataclasses.replace(config, num_steps=12), str(tmp_path))
   # Also after a restore: restored arrays are placed as new ones are.

@@ -87,7 +87,7 @@ def test_the_cover_covers():
       assert len(met) >= min(2, len(choices)), (mesh, key, met)
   for key, factor in matrix.FACTORS.items():
     met = {value for _, other, value in meet if other == key}
-    assert met == set(factor.values), (key, met)
+    assert met >= set(factor.values), (key, met)
 
 
 def test_names_are_unique():

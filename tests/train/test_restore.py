@@ -1,5 +1,6 @@
 """A checkpoint of any layout restores onto any other, which goes on equally."""
 
+import functools
 import json
 import os
 import pathlib
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from tests.tolerances import tolerance
-from tests.train import restore_cells
+from tests.train.restore_cells import FEW, LAYOUTS
 
 ROOT = pathlib.Path(__file__).parents[2]
 BOUND = tolerance("mesh")["rtol"]
@@ -17,12 +18,11 @@ BOUND = tolerance("mesh")["rtol"]
 pytestmark = pytest.mark.xdist_group("train_restore")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-  """What each pair printed."""
+@functools.cache
+def found(names, folder):
+  """What each pair of some layouts printed."""
   result = subprocess.run(
-    [sys.executable, "-m", "tests.train.restore_cells"]
-    + [str(tmp_path_factory.mktemp("layouts"))],
+    [sys.executable, "-m", "tests.train.restore_cells", str(folder), *names],
     cwd=ROOT,
     env=os.environ | {"JAX_PLATFORMS": "cpu"},
     capture_output=True,
@@ -35,10 +35,13 @@ def found(tmp_path_factory):
   return found
 
 
-@pytest.mark.parametrize("target", restore_cells.LAYOUTS)
-@pytest.mark.parametrize("source", restore_cells.LAYOUTS)
-def test_goes_on_equally(found, source, target):
-  cell = f"{source} {target}"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """Where layouts save."""
+  return tmp_path_factory.mktemp("layouts")
+
+
+def check(found, cell):
   assert cell in found, found.get("error")
   assert found[cell]["bitwise"] and found[cell]["placed"]
   for part, count in {"state": 50, "metrics": 9}.items():
@@ -46,3 +49,16 @@ def test_goes_on_equally(found, source, target):
     assert len(distances) >= count, list(distances)
     far = {name: d for name, d in distances.items() if not d <= BOUND}
     assert not far, far
+
+
+@pytest.mark.parametrize("target", FEW)
+@pytest.mark.parametrize("source", FEW)
+def test_goes_on_equally(folder, source, target):
+  check(found(FEW, folder / "few"), f"{source} {target}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_any_layout_from_any_other(folder, source, target):
+  check(found(tuple(LAYOUTS), folder / "all"), f"{source} {target}")

@@ -44,7 +44,7 @@ def test_every_leaf_is_born_in_its_place():
   adam = state.opt_state[0]
   for tree in (state.model, adam.mu, adam.nu):
     assert tree.table[...].sharding.spec == P("tensor", "fsdp")
-    assert tree.layers.w[...].sharding.spec == P(None, "fsdp", "tensor")
+    assert tree.layers.w[...].sharding.spec == P("pipeline", "fsdp", "tensor")
     assert tree.layers.w[...].addressable_shards[0].data.shape == (3, 8, 3)
   assert state.step.sharding.spec == state.rng.sharding.spec == P()
   assert adam.count.sharding.spec == P()

@@ -4,22 +4,13 @@ import functools
 import re
 
 import jax
-import numpy as np
 import pytest
 
 from model.config import ModelConfig, Rope
-from model.execution import Execution
-from model.precision import POLICIES
-from model.transformer import Transformer
 from pallas_kernels.aot import topology_devices
-from sharding.arrays import batch_sharding
-from sharding.axes import MeshConfig, Rules
+from sharding.axes import MeshConfig
 from sharding.mesh import make_mesh
-from tests.train import tiny
-from train.config import OptimizerConfig
-from train.objective import lm_loss
-from train.state import abstract_state, shardings_of
-from train.step import make_train_step
+from tests.train import programs
 
 pytestmark = pytest.mark.tpu_compiler
 
@@ -43,23 +34,10 @@ def program() -> str:
   """HLO of a bf16 step with two micro-batches on v5e:2x4, fsdp x tensor."""
   devices = topology_devices("v5e:2x4")
   mesh = make_mesh(MeshConfig(fsdp=4, tensor=2), devices=devices)
-  rule = tiny.optimizer_of(OptimizerConfig())
-  make_model = lambda rngs: Transformer(CONFIG, rngs=rngs)
-  state = abstract_state(make_model, rule, mesh=mesh, rules=Rules())
-  execution = Execution(mesh=mesh, precision=POLICIES["bf16"], remat="block")
-  step = make_train_step(
-    lm_loss(), rule, execution, shardings_of(state), accumulation=2
+  made = programs.make(
+    CONFIG, mesh, ROWS, precision="bf16", remat="block", accumulation=2
   )
-  batch = {
-    name: jax.ShapeDtypeStruct(
-      (ROWS, LENGTH),
-      np.float32 if name == "loss_weights" else np.int32,
-      sharding=batch_sharding(mesh, Rules()),
-    )
-    for name in tiny.packed_batch()
-  }
-  lowered = step.on_leaves.lower(jax.tree.leaves(state), batch)
-  return lowered.compile().as_text()
+  return programs.compiled(made).as_text()
 
 
 def test_kernels_are_in_the_program():

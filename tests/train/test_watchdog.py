@@ -58,6 +58,23 @@ def hosts(tmp_path):
         pipe.close()
 
 
+@pytest.mark.parametrize(
+  "host, address",
+  [("localhost", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("::1", "::1")],
+)
+def test_a_run_of_one_machine_listens_to_it_alone(host, address):
+  if address == "::1" and not socket.has_dualstack_ipv6():
+    pytest.skip("no IPv6 here")
+  with watchdog.listen(host) as listener:
+    assert listener.getsockname()[0] == address
+
+
+def test_a_run_of_several_machines_listens_to_all():
+  # Its own address, by which the machine does not know what others call it.
+  with watchdog.listen("host-0.example") as listener:
+    assert listener.getsockname()[0] in ("::", "0.0.0.0")
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_all_say_who_died(hosts, victim, tmp_path):
   for step in (4, 8):

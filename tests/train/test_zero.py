@@ -13,21 +13,14 @@ import numpy as np
 import pytest
 
 from model.config import ModelConfig, Rope
-from model.execution import Execution
-from model.precision import POLICIES
-from model.transformer import Transformer
 from pallas_kernels.aot import topology_devices
-from sharding.arrays import batch_sharding
 from sharding.axes import MeshConfig, Rules
 from sharding.hlo import collectives
 from sharding.mesh import make_mesh
 from tests.tolerances import tolerance
-from tests.train import tiny
+from tests.train import programs, tiny
 from train import checkpoint
 from train.config import OptimizerConfig
-from train.objective import lm_loss
-from train.state import abstract_state, shardings_of
-from train.step import make_train_step
 
 RULES = Rules()
 # 128 equal layers, nearly all of them feed-forward.
@@ -62,37 +55,18 @@ MIXED = {
 def step_of(devices, config, stage, *, master_weights=False, precision):
   """The compiled step over fsdp, and the abstract state."""
   mesh = make_mesh(MeshConfig(fsdp=len(devices)), devices=devices)
-  rule = tiny.optimizer_of(OptimizerConfig(master_weights=master_weights))
-  state = abstract_state(
-    lambda rngs: Transformer(config, rngs=rngs),
-    rule,
-    mesh=mesh,
-    rules=RULES,
-    zero_stage=stage,
-  )
-  step = make_train_step(
-    lm_loss(),
-    rule,
-    Execution(
-      mesh=mesh, precision=POLICIES[precision], remat="block", loss_chunk=128
-    ),
-    shardings_of(state),
+  made = programs.make(
+    config,
+    mesh,
+    2 * mesh.size,
+    optimizer=OptimizerConfig(master_weights=master_weights),
+    precision=precision,
+    remat="block",
+    loss_chunk=128,
     accumulation=2,
     zero_stage=stage,
   )
-  batch = {
-    name: jax.ShapeDtypeStruct(
-      (2 * mesh.size, config.max_positions),
-      np.float32 if name == "loss_weights" else np.int32,
-      sharding=batch_sharding(mesh, RULES),
-    )
-    for name in tiny.packed_batch()
-  }
-  lowered = step.on_leaves.lower(jax.tree.leaves(state), batch)
-  # LLVM's optimiser plans no buffers and takes half of the time.
-  on_cpu = devices[0].platform == "cpu"
-  fast = {"xla_backend_optimization_level": 0} if on_cpu else None
-  return lowered.compile(fast), state, mesh
+  return programs.compiled(made), made.abstract, mesh
 
 
 def check_bytes(devices, accounting, stage, **settings):

@@ -13,7 +13,13 @@ from model.transformer import Transformer
 from sharding.arrays import to_global
 from sharding.axes import MeshConfig, Rules
 from sharding.mesh import make_mesh
-from train.config import OptimizerConfig, ScheduleConfig
+from train.config import (
+  LocalSGDConfig,
+  OffloadConfig,
+  OptimizerConfig,
+  ScheduleConfig,
+)
+from train.layout import make_layout, natural
 from train.objective import Objective, lm_loss
 from train.optimizers import Optimizer, make_optimizer
 from train.schedules import make_schedule
@@ -159,12 +165,18 @@ def start(
   rules: Rules = Rules(),
   zero_stage: int = 3,
   compression: str = "none",
+  schedule: str = "1f1b",
+  virtual_stages: int = 1,
+  offload: OffloadConfig = OffloadConfig(),
+  local: LocalSGDConfig = LocalSGDConfig(),
+  num_steps: int | None = None,
   **execution,
 ):
   """Returns the state before the first step, and the production step."""
   rule = optimizer_of(optimizer)
-  placed = dict(mesh=mesh, rules=rules)
-  placed |= dict(zero_stage=zero_stage, compression=compression)
+  layout = layout_of(model, mesh, virtual_stages)
+  placed = dict(mesh=mesh, rules=rules, zero_stage=zero_stage, layout=layout)
+  placed |= dict(compression=compression, offload=offload, local=local)
   state = state_from_model(model, rule, seed=3, **placed)
   train_step = make_train_step(
     objective,
@@ -175,8 +187,20 @@ def start(
     rows_per_example=rows_per_example,
     zero_stage=zero_stage,
     compression=compression,
+    layout=layout,
+    schedule=schedule,
+    offload=offload,
+    local=local,
+    num_steps=num_steps,
   )
   return state, train_step
+
+
+def layout_of(model: Transformer, mesh: jax.sharding.Mesh, virtual_stages=1):
+  """Which layers stand where on a mesh with a pipeline."""
+  return make_layout(
+    model.config, mesh, seq_len=LENGTH, virtual_stages=virtual_stages
+  )
 
 
 def train(
@@ -188,14 +212,18 @@ def train(
   make_batch: Callable[..., dict[str, np.ndarray]] = packed_batch,
   **settings,
 ) -> list[tuple[TrainState, dict]]:
-  """Returns the (state, metrics) after each of the steps, on the host."""
+  """Returns the (state, metrics) after each of the steps, on the host.
+
+  Layers are in the order of the model.
+  """
   state, train_step = start(model, optimizer, mesh, **settings)
   rules = settings.get("rules", Rules())
+  layout = layout_of(model, mesh, settings.get("virtual_stages", 1))
   history = []
   for step in range(num_steps):
     batch = make_batch(step, vocab=model.config.vocab_size)
     state, metrics = train_step(state, to_global(batch, mesh, rules))
-    history.append(jax.device_get((state, metrics)))
+    history.append(jax.device_get((natural(state, layout), metrics)))
   return history
 
 
