@@ -28,33 +28,22 @@ MESHES = {
   "fsdp": dict(fsdp=-1),
   "fsdp-tensor": dict(fsdp=-1, tensor=4),
   "fsdp-context": dict(fsdp=-1, context=4),
+  "pipeline-tensor": dict(pipeline=-1, tensor=4),
 }
-# Bytes a second that a chip sends over its links to others, one way: half of
-# the "interchip interconnect bandwidth" of cloud.google.com/tpu/docs.
-LINKS = {"v5e": 100e9, "v5p": 300e9, "v6e": 224e9}
 
 
 def build(topology: str, name: str, length: int, rows: int, layers: int):
-  """Lowers the step; returns it and its mesh."""
-  import jax
-  import numpy as np
-
+  """Lowers the step of `train.pretrain`; returns it and its mesh."""
+  from data.config import DataConfig
   from model.config import ModelConfig, Rope
-  from model.execution import Execution
-  from model.precision import POLICIES
-  from model.transformer import Transformer
   from pallas_kernels.aot import topology_devices
-  from sharding.arrays import batch_sharding
   from sharding.axes import MeshConfig, Rules
   from sharding.mesh import make_mesh
-  from train.config import OptimizerConfig, ScheduleConfig
-  from train.objective import lm_loss
-  from train.optimizers import make_optimizer
-  from train.schedules import make_schedule
-  from train.state import abstract_state, shardings_of
-  from train.step import make_train_step
+  from train import pretrain
+  from train.config import StepConfig
+  from train.run_config import PretrainConfig
 
-  config = ModelConfig(
+  model = ModelConfig(
     vocab_size=128256,
     num_layers=layers,
     embed_dim=4096,
@@ -66,45 +55,33 @@ def build(topology: str, name: str, length: int, rows: int, layers: int):
     rope=Rope(theta=5e5),
   )
   devices = topology_devices(topology)
-  sizes = {"fsdp": 1} | MESHES[name]
-  mesh = make_mesh(MeshConfig(**sizes), devices=devices)
-  # Whoever shares a sequence shares the weights as well.
-  rules = Rules(embed=("fsdp", "context"))
-  optimizer = make_optimizer(
-    OptimizerConfig(), make_schedule(ScheduleConfig(), 1000)
+  mesh_config = MeshConfig(**{"fsdp": 1} | MESHES[name])
+  mesh = make_mesh(mesh_config, devices=devices)
+  # A pipeline takes the rows of a device one after the other.
+  stages = mesh.shape["pipeline"]
+  config = PretrainConfig(
+    model=model,
+    data=DataConfig(
+      sources=(),
+      tokenizer="",
+      seq_len=length,
+      global_batch_size=rows * len(devices),
+    ),
+    num_steps=1000,
+    mesh=mesh_config,
+    # Whoever shares a sequence shares the weights as well.
+    rules=Rules(embed=("fsdp", "context")),
+    step=StepConfig(
+      remat="block", accumulation=rows * stages if stages > 1 else 1
+    ),
   )
-  state = abstract_state(
-    lambda rngs: Transformer(config, rngs=rngs),
-    optimizer,
-    mesh=mesh,
-    rules=rules,
-  )
-  step = make_train_step(
-    lm_loss(),
-    optimizer,
-    Execution(mesh=mesh, precision=POLICIES["bf16"], remat="block"),
-    shardings_of(state),
-  )
-  batch = {
-    field: jax.ShapeDtypeStruct(
-      (rows * len(devices), length),
-      np.float32 if field == "loss_weights" else np.int32,
-      sharding=batch_sharding(mesh, rules),
-    )
-    for field in (
-      "tokens",
-      "targets",
-      "positions",
-      "segment_ids",
-      "loss_weights",
-    )
-  }
-  return step.on_leaves.lower(jax.tree.leaves(state), batch), mesh
+  return pretrain.program(config, mesh).lower(), mesh
 
 
 def measure(arguments: argparse.Namespace, name: str) -> dict:
   """Compiles the step for one mesh."""
-  from pallas_kernels.report_chips import CHIPS, chip_of
+  from pallas_kernels import report_chips
+  from plan.chips import CHIPS
   from sharding import hlo
 
   start = time.perf_counter()
@@ -123,16 +100,18 @@ def measure(arguments: argparse.Namespace, name: str) -> dict:
   text = compiled.as_text()
   if arguments.dump:
     pathlib.Path(arguments.dump).write_text(text)
-  chip = chip_of(arguments.topology)
-  clock = CHIPS[chip].bundles_per_second
+  chip = report_chips.chip_of(arguments.topology)
+  clock = report_chips.CHIPS[chip].bundles_per_second
+  # Over all links of a chip, whichever a collective takes.
+  rate = CHIPS[chip].fast_bytes_per_second
   totals = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
   for op in hlo.collectives(text, mesh):
-    seconds = op.bytes_sent / op.times / LINKS[chip] if op.times else 0.0
+    seconds = op.bytes_sent / op.times / rate if op.times else 0.0
     hidden = min(seconds, op.hidden_cycles / clock)
     total = totals[" ".join(sorted(op.axes)) or "none"]
     total[0] += op.bytes_sent
     total[1] += op.bytes_sent * op.asynchronous
-    total[2] += hidden * op.times * LINKS[chip]
+    total[2] += hidden * op.times * rate
   share = lambda i: {
     axes: round(total[i] / total[0], 2) if total[0] else 0.0
     for axes, total in totals.items()
