@@ -97,9 +97,13 @@ def gather(
   whole = jax.lax.with_sharding_constraint
   layers, inner = _choose(parts, stacked), _choose(places, stacked)
 
+  # The layout that a gather wants is that of a layer's slice; without a barrier
+  # XLA (jaxlib 0.12, CPU) computes the whole update in it, beside the old one.
+  apart = jax.lax.optimization_barrier
+
   def write(index, stacks):
     news = [
-      whole(stack[index], _of_layer(place))
+      whole(apart(stack[index]), _of_layer(place))
       for stack, place in zip(layers, inner, strict=True)
     ]
     return [

@@ -88,12 +88,14 @@ def check_bytes(devices, accounting, stage, **settings):
   largest = max(leaf.size for leaf in jax.tree.leaves(state.model))
   inputs = LARGE.num_layers * LARGE.max_positions * LARGE.embed_dim * itemsize
   spare = max(3 * layer, largest * itemsize / n) + inputs
+  assert spare < 0.15 * want
   if stage == 1:
     # The part of the sum, beside the whole gradients that it is summed from.
     spare += itemsize / n * count
   assert want <= bytes_ <= want + spare, (bytes_ / count, want / count)
-  # The next stage would not do: the bound tells them apart.
-  assert spare < 0.15 * want
+  # The stage before would not do, and without any all is held four times.
+  before = accounting.get(stage - 1, lambda n: accounting[3](1))
+  assert want + spare < before(n) * count
 
 
 @pytest.mark.parametrize("stage", FLOAT32)
