@@ -9,7 +9,8 @@ line:
 - `held_out_loss`: nats a token of held-out text, after `steps`;
 - `behind`: that loss over the one of the way `none`, less 1;
 - `sent`: bytes that a device sends over `data` in a step on average, by the
-  compiled program; of 1-bit Adam after its whole steps.
+  compiled program; of 1-bit Adam, and of the largest entries, after a fifth of
+  the steps, in which gradients cross whole.
 
 local-H are replicas that meet every H steps, local-H-late those whose meeting
 is hidden by a step, average-H those that are just averaged (outer learning rate
@@ -27,7 +28,7 @@ import sys
 import tempfile
 
 WAYS = ("none", "int8", "largest", "signs", "local-20", "local-20-late")
-# Part of all steps in which 1-bit Adam sends gradients whole.
+# Part of all steps in which those two send gradients whole.
 WHOLE = 0.2
 
 
@@ -79,6 +80,10 @@ def config_of(way: str, folder: pathlib.Path, *, steps: int, seed: int):
         b2=0.999,
         clip_norm=None,
       )
+    case ["largest"]:
+      step = dataclasses.replace(
+        step, compression=way, whole_steps=round(WHOLE * steps)
+      )
     case _:
       step = dataclasses.replace(step, compression=way)
   return dataclasses.replace(
@@ -94,55 +99,12 @@ def config_of(way: str, folder: pathlib.Path, *, steps: int, seed: int):
 
 def sent(config) -> float:
   """Bytes over `data` in a step, by the compiled step of a config."""
-  import jax
-  import numpy as np
-
-  from model.transformer import Transformer
-  from sharding.arrays import batch_sharding
   from sharding.hlo import collectives
   from sharding.mesh import make_mesh
-  from train import assembly
-  from train.objective import lm_loss
-  from train.optimizers import make_optimizer
-  from train.schedules import make_schedule
-  from train.state import abstract_state, shardings_of
-  from train.step import make_train_step
+  from train import pretrain
 
-  mesh, rules = make_mesh(config.mesh), config.rules
-  optimizer = make_optimizer(
-    config.optimizer, make_schedule(config.schedule, config.num_steps)
-  )
-  local = config.step.local
-  how = dict(compression=config.step.compression, local=local)
-  abstract = abstract_state(
-    lambda rngs: Transformer(config.model, rngs=rngs),
-    optimizer,
-    mesh=mesh,
-    rules=rules,
-    **how,
-  )
-  step = make_train_step(
-    lm_loss(),
-    optimizer,
-    assembly.make_execution(config.step, mesh, rules),
-    shardings_of(abstract),
-    **how,
-  )
-  batch = {
-    name: jax.ShapeDtypeStruct(
-      (config.data.global_batch_size, config.data.seq_len),
-      np.float32 if name == "loss_weights" else np.int32,
-      sharding=batch_sharding(mesh, rules),
-    )
-    for name in (
-      "tokens",
-      "targets",
-      "positions",
-      "segment_ids",
-      "loss_weights",
-    )
-  }
-  lowered = step.on_leaves.lower(jax.tree.leaves(abstract), batch)
+  mesh, local = make_mesh(config.mesh), config.step.local
+  lowered = pretrain.program(config, mesh).lower()
   compiled = lowered.compile({"xla_backend_optimization_level": 0})
   total = 0.0
   for op in collectives(compiled.as_text(), mesh):
@@ -152,7 +114,7 @@ def sent(config) -> float:
     if op.in_branch and local.steps is not None:
       share = 1 / local.steps
     elif op.in_branch and op.kind == "all-reduce":
-      share = 0.0  # The whole gradients of 1-bit Adam's first steps.
+      share = 0.0  # The whole gradients of the first steps.
     total += share * op.bytes_sent
   return total
 

@@ -230,6 +230,11 @@ class StepConfig:
       expectation; "largest", a fifth, the largest entries now and the others
       later; "signs", a thirtieth, of 1-bit Adam alone. It changes what is
       computed, a little.
+    whole_steps: first steps whose gradients cross as float32 all the same, for
+      compression="int8" or "largest"; "signs" waits for
+      `optimizer.freeze_step`. A fifth of a run that starts from nothing
+      (docs/log.md); arXiv:1712.01887, section 3.3, warms up for the same
+      reason.
     local: whether these replicas train apart, and meet once in many steps.
     schedule: of the micro-batches on a mesh with a pipeline, see
       `sharding/schedules.py`.
@@ -248,6 +253,7 @@ class StepConfig:
   loss_chunk: int = 1024
   zero_stage: Literal[1, 2, 3] = 3
   compression: Literal["none", "int8", "largest", "signs"] = "none"
+  whole_steps: int = 0
   local: LocalSGDConfig = LocalSGDConfig()
   schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
   virtual_stages: int = 1
@@ -285,6 +291,13 @@ class StepConfig:
       raise ValueError(
         "step.offload.activations=True moves what step.remat='block' or 'dots'"
         f" keeps; got step.remat={self.remat!r}"
+      )
+    if self.whole_steps < 0 or (
+      self.whole_steps and self.compression not in ("int8", "largest")
+    ):
+      raise ValueError(
+        "step.whole_steps must be 0 or, with step.compression='int8' or"
+        f" 'largest', more; got {self.whole_steps} with {self.compression!r}"
       )
     for name in (
       "remat_every",

@@ -199,6 +199,7 @@ def make_program(
     rows_per_example=rows_per_example,
     zero_stage=step.zero_stage,
     compression=step.compression,
+    whole_steps=step.whole_steps,
     layout=layout,
     schedule=step.schedule,
     offload=step.offload,

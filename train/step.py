@@ -64,6 +64,7 @@ def make_train_step(
   rows_per_example: int = 1,
   zero_stage: int = 3,
   compression: str = "none",
+  whole_steps: int = 0,
   layout: Layout | None = None,
   schedule: str = "1f1b",
   offload: OffloadConfig = OffloadConfig(),
@@ -98,6 +99,7 @@ def make_train_step(
     rows_per_example: neighbouring rows that the loss reads together.
     zero_stage: what is split over `fsdp`, see `sharding/zero.py`.
     compression: of gradients between replicas, see `train/exchange.py`.
+    whole_steps: first ones whose gradients are not compressed.
     layout: of the state's layers, on a mesh with a pipeline.
     schedule: of a pipeline, which takes a micro-batch after the other.
     offload: what stands in host memory.
@@ -183,7 +185,7 @@ def make_train_step(
       parts,
       accumulation,
       stages,
-      _exchange(compression, optimizer, state),
+      _exchange(compression, whole_steps, optimizer, state),
       offload,
     )
     model, opt_state, metrics = updated(
@@ -399,14 +401,15 @@ def _divisor(sums: Sums) -> jax.Array:
 
 
 def _exchange(
-  compression: str, optimizer: Optimizer, state: TrainState
+  compression: str, whole_steps: int, optimizer: Optimizer, state: TrainState
 ) -> exchange.Exchange | None:
   """How the step after `state` adds up gradients; None: as they are."""
   if compression == "none":
     return None
   how = exchange.Exchange(compression=compression, residual=state.residual)
   if optimizer.freeze_step is None:
-    return how
+    whole = state.step < whole_steps if whole_steps else None
+    return dataclasses.replace(how, whole=whole)
   momentum, root = optimizer.momentum(state.opt_state)
   return dataclasses.replace(
     how,
