@@ -4,6 +4,7 @@ Shapes, dtypes and places are those of the training loop's own state.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
+from model.config import ModelConfig
 from model.precision import Precision
 from model.transformer import Transformer
 from sharding import zero
@@ -19,7 +21,7 @@ from sharding.axes import MeshConfig, Rules
 from sharding.mesh import axis_sizes
 from sharding.rules import mesh_axes, stacked, tree_shardings, without_axes
 from sharding.stages import Layout
-from train.config import ScheduleConfig, StepConfig
+from train.config import OptimizerConfig, ScheduleConfig, StepConfig
 from train.layout import make_layout
 from train.optimizers import make_optimizer
 from train.run_config import PretrainConfig
@@ -71,9 +73,35 @@ def hold(config: PretrainConfig, num_devices: int) -> Held:
     ValueError: a weight does not divide over the mesh, or what else the
       training loop refuses.
   """
-  model, step, rules = config.model, config.step, config.rules
-  mesh = abstract_mesh(config.mesh, num_devices)
-  rule = make_optimizer(config.optimizer, make_schedule(ScheduleConfig(), 1))
+  step = config.step
+  return _hold(
+    config.model,
+    config.optimizer,
+    config.rules,
+    abstract_mesh(config.mesh, num_devices),
+    # What else a step has changes no state.
+    StepConfig(
+      zero_stage=step.zero_stage,
+      compression=step.compression,
+      local=step.local,
+      offload=step.offload,
+      virtual_stages=step.virtual_stages,
+      schedule=step.schedule,
+    ),
+    config.data.seq_len,
+  )
+
+
+@functools.lru_cache(maxsize=64)
+def _hold(
+  model: ModelConfig,
+  optimizer: OptimizerConfig,
+  rules: Rules,
+  mesh: AbstractMesh,
+  step: StepConfig,
+  seq_len: int,
+) -> Held:
+  rule = make_optimizer(optimizer, make_schedule(ScheduleConfig(), 1))
   where = {"mesh": mesh, "rules": rules, "zero_stage": step.zero_stage}
   settings = {"compression": step.compression, "local": step.local}
   check_together(rule, mesh, offload=step.offload, **settings)
@@ -83,7 +111,7 @@ def hold(config: PretrainConfig, num_devices: int) -> Held:
   layout = make_layout(
     model,
     mesh,
-    seq_len=config.data.seq_len,
+    seq_len=seq_len,
     virtual_stages=step.virtual_stages,
   )
   return Held(mesh, rules, abstract_arranged(state, layout, **where), layout)

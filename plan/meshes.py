@@ -48,9 +48,9 @@ def find(config: PretrainConfig, num_devices: int) -> Meshes:
   """
   model = jax.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0)))
   legal, refused = [], {}
-  for mesh in _all(num_devices, experts=config.model.moe is not None):
+  for mesh in every(num_devices, experts=config.model.moe is not None):
     try:
-      _check(config, model, mesh, num_devices)
+      check(dataclasses.replace(config, mesh=mesh), model, num_devices)
     except ValueError as error:
       refused[mesh] = str(error)
     else:
@@ -58,15 +58,19 @@ def find(config: PretrainConfig, num_devices: int) -> Meshes:
   return Meshes(legal, refused)
 
 
-def _check(
-  config: PretrainConfig,
-  model: Transformer,
-  mesh_config: MeshConfig,
-  num_devices: int,
-) -> None:
-  """Refuses what the training loop refuses, by the same functions."""
+def check(config: PretrainConfig, model: Transformer, num_devices: int) -> None:
+  """Refuses what the training loop refuses, by the same functions.
+
+  Args:
+    config: the run.
+    model: an abstract one of its shape.
+    num_devices: of the machine.
+
+  Raises:
+    ValueError: the reason.
+  """
   step, data, rules = config.step, config.data, config.rules
-  mesh = held.abstract_mesh(mesh_config, num_devices)
+  mesh = held.abstract_mesh(config.mesh, num_devices)
   check_batch_size(
     data.global_batch_size, mesh, rules, accumulation=step.accumulation
   )
@@ -98,8 +102,13 @@ def _check(
   make_stages(step.schedule, layout, mesh, step.accumulation)
 
 
-def _all(num_devices: int, *, experts: bool) -> Iterator[MeshConfig]:
-  """Every way to write the number as a product of sizes of axes."""
+def every(num_devices: int, *, experts: bool) -> Iterator[MeshConfig]:
+  """Yields each way to write the number as a product of sizes of axes.
+
+  Args:
+    num_devices: of the machine.
+    experts: whether `expert` may be more than 1.
+  """
   axes = [a for a in MESH_AXES if experts or a != "expert"]
   divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
   for others in itertools.product(divisors, repeat=len(axes) - 1):

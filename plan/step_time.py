@@ -9,7 +9,7 @@ import dataclasses
 
 from plan.chips import Topology
 from plan.links import axis_rates, group_rate
-from plan.memory import training
+from plan.memory import Estimate, training
 from plan.traffic import forward_again, traffic
 from train.run_config import PretrainConfig
 
@@ -55,11 +55,37 @@ class StepTime:
     return work + sum(self.links.values())
 
   @property
+  def likely(self) -> float:
+    """Communication beside other work where a compiler was seen to do so.
+
+    Of what crosses `fsdp` alone nine tenths, of other axes a fifth (README,
+    "Which mesh should I use?"): taken as all and nothing.
+    """
+    beside = sum(s for axes, s in self.links.items() if axes == ("fsdp",))
+    work = max(self.compute, self.memory) + self.waiting
+    return max(work, beside) + sum(self.links.values()) - beside
+
+  @property
+  def parts(self) -> dict[str, float]:
+    """What may bound a step -> seconds."""
+    times = {
+      "compute": self.compute,
+      "stages that wait": self.waiting,
+      "HBM": self.memory,
+    }
+    return times | {" ".join(axes): s for axes, s in self.links.items()}
+
+  @property
   def bound(self) -> str:
     """What takes longest."""
-    times = {"compute": self.compute + self.waiting, "HBM": self.memory}
-    times |= {" ".join(axes): s for axes, s in self.links.items()}
-    return max(times, key=times.__getitem__)
+    return max(self.parts, key=self.parts.__getitem__)
+
+  def worst_over(self, other: "StepTime") -> tuple[str, float]:
+    """What takes longer here than in another step, most; and how long here."""
+    parts, others = self.parts, other.parts
+    over = lambda name: parts[name] - others.get(name, 0.0)
+    name = self.bound if self is other else max(parts, key=over)
+    return name, parts[name]
 
   def mfu(self, seconds: float) -> float:
     """Model FLOPs utilisation of a step that takes so long."""
@@ -70,8 +96,35 @@ class StepTime:
     return self.hardware_flops / self.peak / seconds
 
 
-def step_time(config: PretrainConfig, machine: Topology) -> StepTime:
+def step_time(
+  config: PretrainConfig, machine: Topology, planned: Estimate | None = None
+) -> StepTime:
   """The bounds of a run's step.
+
+  Args:
+    config: the run.
+    machine: where.
+    planned: `plan.memory.training` of the same, where it is known.
+
+  Raises:
+    ValueError: what the training loop would refuse, too.
+  """
+  if planned is None:
+    platform = machine.chip.platform
+    planned = training(config, machine.num_devices, platform)
+  parts, accumulation = planned.parts, config.step.accumulation
+  # Read and written by the update; gradients are added to and read; what is
+  # kept of activations is written and read.
+  moved = 2 * (parts["parameters"] + parts["optimizer state"])
+  moved += parts["gradients"] * (2 * accumulation + 1)
+  moved += 2 * parts["activations"] * accumulation
+  seconds = moved / machine.chip.hbm_bytes_per_second
+  least = compute_and_links(config, machine)
+  return dataclasses.replace(least, memory=seconds)
+
+
+def compute_and_links(config: PretrainConfig, machine: Topology) -> StepTime:
+  """The same as if HBM took no time: soon known, as no model is traced.
 
   Args:
     config: the run.
@@ -112,19 +165,12 @@ def step_time(config: PretrainConfig, machine: Topology) -> StepTime:
     worst = imbalance(layout, model, data.seq_len)
     waiting = compute * (worst / (1 - idle) - 1)
 
-  memory = training(config, N, chip.platform)
-  parts = memory.parts
-  state = parts["parameters"] + parts["optimizer state"]
-  # Read and written by the update; gradients are added to and read; what is
-  # kept of activations is written and read.
-  moved = 2 * state + parts["gradients"] * (2 * step.accumulation + 1)
-  moved += 2 * parts["activations"] * step.accumulation
   rates = axis_rates(machine, mesh.shape)
   sent = traffic(config, N, chip.platform).by_axes
   return StepTime(
     compute=compute,
     waiting=waiting,
-    memory=moved / chip.hbm_bytes_per_second,
+    memory=0.0,
     links={axes: n / group_rate(rates, axes) for axes, n in sent.items()},
     model_flops=tokens * flops_per_token(model, data.seq_len),
     hardware_flops=tokens * a_token,

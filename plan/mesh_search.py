@@ -1,0 +1,236 @@
+"""Which mesh, ZeRO stage, micro-batch, schedule and rematerialisation?
+
+  python -m plan.mesh_search --model=llama3_8b --topology=v5e:4x4 \
+    --global_batch_tokens=131072 [--seq_len=2048] [--show=10] [--json=FILE]
+  python -m plan.mesh_search --config=configs/smollm2_135m.py:v5e-8 \
+    --topology=v5e:2x4
+
+Every mesh of the machine gets the settings that suit it best, and the reason
+why it lost, by the analytical model (`plan.memory`, `plan.step_time`). Prints
+the winner as code to paste into a config.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+from absl import app, flags
+
+from configs import cli
+from plan.chips import Topology, parse
+from train.run_config import PretrainConfig
+
+
+def run_config(
+  model: str | None,
+  config: str | None,
+  seq_len: int | None = None,
+  global_batch_tokens: int | None = None,
+) -> PretrainConfig:
+  """The run whose place is searched.
+
+  Args:
+    model: a published model's name, such as "llama3_8b".
+    config: in place of it, FILE.py or FILE.py:variant.
+    seq_len: T; None: the config's, or the model's longest, at most 4096.
+    global_batch_tokens: of a step; None: the config's.
+
+  Raises:
+    ValueError: neither or both are given, one is not known, or the tokens are
+      no whole rows.
+  """
+  if (model is None) == (config is None):
+    raise ValueError("wanted one of --model=llama3_8b and --config=FILE.py")
+  if config is not None:
+    found = cli.load(config)
+    if not isinstance(found, PretrainConfig):
+      raise ValueError(
+        f"--config: wanted a PretrainConfig, {config} returned"
+        f" {type(found).__name__}"
+      )
+  else:
+    found = _of_model(model, seq_len)
+    if global_batch_tokens is None:
+      raise ValueError("--global_batch_tokens is missing: the tokens of a step")
+  seq_len = seq_len or found.data.seq_len
+  rows, rest = found.data.global_batch_size, 0
+  if global_batch_tokens is not None:
+    rows, rest = divmod(global_batch_tokens, seq_len)
+  if rest or rows < 1:
+    raise ValueError(
+      f"--global_batch_tokens={global_batch_tokens} must be a positive multiple"
+      f" of the {seq_len} tokens of a row (--seq_len)"
+    )
+  data = dataclasses.replace(
+    found.data, seq_len=seq_len, global_batch_size=rows
+  )
+  return dataclasses.replace(found, data=data)
+
+
+def _of_model(model: str, seq_len: int | None) -> PretrainConfig:
+  """A run of a published model on no data."""
+  from data.config import DataConfig
+  from model.families.registry import preset
+
+  shape = preset(model)
+  seq_len = seq_len or min(shape.max_positions, 4096)
+  data = DataConfig(
+    sources=(), tokenizer="", seq_len=seq_len, global_batch_size=1
+  )
+  return PretrainConfig(model=shape, data=data, num_steps=1)
+
+
+def code(config: PretrainConfig) -> str:
+  """The mesh, rules and step of a run as Python, without what is default."""
+
+  def call(value: Any) -> str:
+    default = type(value)()
+    changed = [
+      f"{field.name}={here!r}"
+      for field in dataclasses.fields(value)
+      if (here := getattr(value, field.name)) != getattr(default, field.name)
+    ]
+    return f"{type(value).__name__}({', '.join(changed)})"
+
+  parts = {"mesh": config.mesh, "rules": config.rules, "step": config.step}
+  return "\n".join(f"{name}={call(part)}," for name, part in parts.items())
+
+
+def run(
+  config: PretrainConfig,
+  machine: Topology,
+  *,
+  show: int = 10,
+  json_path: str | None = None,
+) -> list:
+  """Searches, prints, and returns the candidates, the best first.
+
+  Args:
+    config: the run; its mesh and what is searched of its step are not read.
+    machine: the devices.
+    show: meshes to print.
+    json_path: a file for all of them.
+
+  Raises:
+    ValueError: the run fits on no mesh; says the smallest slice that would do.
+  """
+  from plan import candidates
+
+  found = candidates.best_of_each(config, machine, progress=True)
+  best = found[0]
+  if not best.fits:
+    raise ValueError(_no_room(config, found, machine))
+  tokens = config.data.global_batch_size * config.data.seq_len
+  print(
+    f"{tokens:,} tokens a step on {machine.num_devices} x {machine.chip.name},"
+    f" {len(found)} meshes; seconds a step, GiB a device:\n"
+  )
+  for way in found[:show]:
+    least = " " if way.fits or way.time is None else ">"
+    seconds = f"{way.time.likely:8.3f}" if way.time else f"{'-':>8}"
+    gib = way.memory.peak / candidates.GIB if way.memory else None
+    print(
+      f"{least}{seconds}{'-' if gib is None else f'{gib:.1f}':>7}  {way.name}\n"
+      f"{'':18}{way.why(best, machine)}"
+    )
+  if len(found) > show:
+    print(f"\n{len(found) - show} more: --show={len(found)}, or --json=FILE")
+  mfu = best.time.mfu(best.time.likely)
+  print(
+    f"\nbest: MFU {mfu:.0%} by these bounds, which know of no inefficiency but"
+    f" waiting\n\n{code(best.config)}"
+  )
+  if json_path:
+    rows = [_as_json(way, best, machine) for way in found]
+    pathlib.Path(json_path).write_text(json.dumps(rows, indent=2) + "\n")
+  return found
+
+
+def _as_json(way, best, machine: Topology) -> dict:
+  mesh, step = way.config.mesh, way.config.step
+  return {
+    "mesh": dataclasses.asdict(mesh),
+    "zero_stage": step.zero_stage,
+    "accumulation": step.accumulation,
+    "schedule": step.schedule,
+    "virtual_stages": step.virtual_stages,
+    "remat": step.remat,
+    "fits": way.fits,
+    "peak": way.memory.peak if way.memory else None,
+    "seconds": way.time.parts if way.time else None,
+    "likely": way.time.likely if way.time else None,
+    "why": way.why(best, machine),
+  }
+
+
+def _no_room(config: PretrainConfig, found: list, machine: Topology) -> str:
+  """Says what comes nearest, and the smallest slice on which it would fit."""
+  from plan import candidates
+
+  nearest = min(
+    (way for way in found if way.memory is not None),
+    key=lambda way: way.memory.peak,
+  )
+  text = (
+    f"this run fits on no mesh of {machine.num_devices} x {machine.chip.name};"
+    f" nearest is {nearest.name}: {nearest.why(nearest, machine)}"
+  )
+  larger = machine
+  for _ in range(8):
+    larger = _doubled(larger)
+    if larger is None:
+      break
+    rows = max(config.data.global_batch_size, larger.num_devices)
+    data = dataclasses.replace(config.data, global_batch_size=rows)
+    run = dataclasses.replace(config, data=data)
+    if candidates.fits_somehow(run, larger):
+      grid = "x".join(map(str, larger.shape))
+      if larger.num_slices > 1:
+        grid = f"{larger.num_slices}x({grid})"
+      return (
+        f"{text}. Smallest that would do: --topology={larger.chip.name}:{grid}"
+        f" with at least {rows} rows a step"
+      )
+  return text
+
+
+def _doubled(machine: Topology) -> Topology | None:
+  """A slice of twice as many chips; None: there is none."""
+  shape = sorted(machine.shape)
+  shape[0] *= 2
+  larger = dataclasses.replace(machine, shape=tuple(sorted(shape)))
+  if larger.slice_size <= machine.chip.node:
+    return larger
+  if machine.chip.torus_dims:
+    return None
+  return dataclasses.replace(machine, num_slices=2 * machine.num_slices)
+
+
+def main(argv) -> None:
+  """Searches as the flags say."""
+  asked = flags.FLAGS
+  if len(argv) > 1:
+    sys.exit(f"error: wanted flags alone, got {argv[1:]}")
+  try:
+    if not asked.topology:
+      raise ValueError("--topology is missing: 'v5e:4x4', 'h100:8', ...")
+    machine = parse(asked.topology)
+    config = run_config(
+      asked.model, asked.config, asked.seq_len, asked.global_batch_tokens
+    )
+    run(config, machine, show=asked.show, json_path=asked.json)
+  except ValueError as error:
+    sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("model", None, "a published model: llama3_8b, ...")
+  flags.DEFINE_string("config", None, "in place of it, FILE.py[:variant]")
+  flags.DEFINE_string("topology", None, "the machine: v5e:4x4, h100:16x8, ...")
+  flags.DEFINE_integer("global_batch_tokens", None, "tokens a step")
+  flags.DEFINE_integer("seq_len", None, "tokens a row; at most 4096 else")
+  flags.DEFINE_integer("show", 10, "meshes to print")
+  flags.DEFINE_string("json", None, "a file for all of them")
+  app.run(main)
