@@ -17,6 +17,9 @@ import hypothesis
 import jax
 import pytest
 
+from tests import quick_xla
+
+quick_xla.use()
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

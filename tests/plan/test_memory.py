@@ -17,7 +17,7 @@ from plan import held, memory
 from plan.chips import parse
 from sharding.axes import MESH_AXES, MeshConfig, Rules
 from sharding.mesh import make_mesh
-from tests.train import programs, tiny
+from tests.train import tiny
 from train import pretrain
 from train.config import (
   LocalSGDConfig,
@@ -96,7 +96,7 @@ def test_zero_stages_have_the_bytes_of_their_article(stage, mixed, want):
 def compiled(config: PretrainConfig):
   """The training step of a run on emulated devices, as it is planned."""
   made = pretrain.program(config, make_mesh(config.mesh))
-  return programs.compiled(made).memory_analysis()
+  return made.lower().compile().memory_analysis()
 
 
 slow = pytest.mark.slow
@@ -170,8 +170,7 @@ def test_activations_grow_as_those_of_the_compiled_gradient(remat):
     execution = Execution(remat=remat)
     loss = lambda model: lm_loss()(model, batch, None, execution)[0]
     lowered = jax.jit(jax.grad(loss)).lower(model)
-    fast = {"xla_backend_optimization_level": 0}
-    return lowered.compile(fast).memory_analysis()
+    return lowered.compile().memory_analysis()
 
   # The gradient is the output, no temporary.
   ours, _, theirs = growth(remat, gradient)

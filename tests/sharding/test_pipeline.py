@@ -74,12 +74,6 @@ def plain(num_virtual: int, weights, ends, batches):
   return jnp.sum(jax.vmap(loss)(flat))
 
 
-# LLVM's optimiser takes most of the time.
-jit = functools.partial(
-  jax.jit, compiler_options={"xla_backend_optimization_level": 0}
-)
-
-
 SCHEDULES = {
   "gpipe": (schedules.gpipe, 4, 3),
   "1f1b": (schedules.one_forward_one_backward, 4, 6),
@@ -105,9 +99,9 @@ def test_equals_autodiff(name):
   step = functools.partial(
     run, schedule, PARTS, mesh=mesh, axis="pipeline", replicas=("data",)
   )
-  sums = jit(step)(placed, ends, batches)
+  sums = jax.jit(step)(placed, ends, batches)
   gradient = jax.value_and_grad(functools.partial(plain, num_virtual), (0, 1))
-  loss, (d_weights, d_ends) = jit(gradient)(weights, ends, batches)
+  loss, (d_weights, d_ends) = jax.jit(gradient)(weights, ends, batches)
   close = functools.partial(np.testing.assert_allclose, **tolerance("mesh"))
   close(sums.loss, loss)
   # What layers and what the last stage report are apart.
@@ -130,7 +124,9 @@ def kept(name: str, num_micro: int) -> int:
   big = dataclasses.replace(PARTS, first=wide_first)
   weights, ends, batches = data(P, num_micro, 1)
   rows = {"tokens": np.zeros((num_micro, 1, 64, 32), np.int32)}
-  step = jit(functools.partial(run, schedule, big, mesh=mesh, axis="pipeline"))
+  step = jax.jit(
+    functools.partial(run, schedule, big, mesh=mesh, axis="pipeline")
+  )
   compiled = step.lower(weights, ends, batches | rows).compile()
   return compiled.memory_analysis().temp_size_in_bytes / (64 * 32 * D * 4)
 

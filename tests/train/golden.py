@@ -78,7 +78,7 @@ def counted(name: str) -> dict[str, list[int]]:
     accumulation=2,
     zero_stage=recipe.zero_stage,
   )
-  return summary(collectives(programs.compiled(made).as_text(), mesh))
+  return summary(collectives(made.lower().compile().as_text(), mesh))
 
 
 def version() -> str:

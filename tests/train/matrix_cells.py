@@ -15,7 +15,8 @@ import jax
 from align.preference import dpo_loss
 from sharding.axes import MeshConfig, Rules
 from sharding.mesh import make_mesh
-from tests.train import breaks, matrix, quick_xla, tiny
+from tests import quick_xla
+from tests.train import breaks, matrix, tiny
 from train.config import OptimizerConfig
 from train.objective import lm_loss
 
@@ -113,7 +114,7 @@ def compare(cell: matrix.Cell) -> dict[str, dict[str, float]]:
 
 def main(part: str, which: str):
   """Prints cells: a group of `matrix.cover` or `.whole`, or that of a break."""
-  quick_xla.use()
+  quick_xla.with_threads()
   jax.config.update("jax_num_cpu_devices", 8)
   jax.config.update("jax_numpy_rank_promotion", "raise")
   if part == "break":

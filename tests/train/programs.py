@@ -1,7 +1,6 @@
 """The step of a small pretraining run, for the compiler alone."""
 
 from jax.sharding import Mesh
-from jax.stages import Compiled
 
 from data.config import DataConfig
 from model.config import ModelConfig
@@ -44,11 +43,3 @@ def make(
     step=StepConfig(**step),
   )
   return pretrain.program(config, mesh)
-
-
-def compiled(program: Program) -> Compiled:
-  """The step as the compiler makes it."""
-  on_cpu = program.execution.mesh.devices.flat[0].platform == "cpu"
-  # LLVM's optimiser plans no buffers and takes half of the time.
-  fast = {"xla_backend_optimization_level": 0} if on_cpu else None
-  return program.lower().compile(fast)

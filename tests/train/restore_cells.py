@@ -16,7 +16,8 @@ from model.transformer import Transformer
 from sharding.arrays import to_global
 from sharding.axes import MeshConfig, Rules
 from sharding.mesh import make_mesh
-from tests.train import quick_xla, tiny
+from tests import quick_xla
+from tests.train import tiny
 from train import checkpoint
 from train.config import OptimizerConfig
 from train.layout import to_arranged, to_natural
@@ -109,7 +110,7 @@ def compare(source: Layout, target: Layout) -> dict:
 
 def main(folder: str, *names: str):
   """Prints all pairs of the named layouts."""
-  quick_xla.use()
+  quick_xla.with_threads()
   jax.config.update("jax_num_cpu_devices", 8)
   jax.config.update("jax_numpy_rank_promotion", "raise")
   layouts = {

@@ -41,8 +41,7 @@ def program(compression: str, mesh: MeshConfig, model=MODEL):
   )
   leaves, tree = jax.tree.flatten(state)
   lowered = step.on_leaves.lower(leaves, batch(0, devices))
-  # LLVM's optimiser takes half of the time and changes no collective.
-  compiled = lowered.compile({"xla_backend_optimization_level": 0})
+  compiled = lowered.compile()
   return jax.device_get(leaves), tree, compiled, devices
 
 

@@ -64,8 +64,7 @@ def _program(local, mesh, optimizer, num_steps, rows, model, accumulation):
   leaves, tree = jax.tree.flatten(state)
   batch = to_global(tiny.packed_batch(rows=rows), devices, Rules())
   lowered = step.on_leaves.lower(leaves, batch)
-  # LLVM's optimiser takes half of the time and changes no collective.
-  compiled = lowered.compile({"xla_backend_optimization_level": 0})
+  compiled = lowered.compile()
   return jax.device_get(leaves), tree, compiled, devices
 
 

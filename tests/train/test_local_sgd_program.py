@@ -26,7 +26,7 @@ def compiled(local: LocalSGDConfig):
   made = programs.make(
     CONFIG, mesh, ROWS, precision="bf16", remat="block", local=local
   )
-  text = programs.compiled(made).as_text()
+  text = made.lower().compile().as_text()
   computations = re.split(r"\n(?=\S)", text)
   num = sum(leaf.size for leaf in jax.tree.leaves(made.abstract.model))
   return num, [text.splitlines() for text in computations]

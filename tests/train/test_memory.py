@@ -52,9 +52,7 @@ def gradient(policy: str, num_layers: int):
   def loss(model, batch):
     return loss_fn(model, batch, None, POLICIES[policy])[0]
 
-  lowered = jax.jit(jax.value_and_grad(loss)).lower(model, batch)
-  # LLVM's optimiser plans no buffers and takes half of the time.
-  return lowered.compile({"xla_backend_optimization_level": 0})
+  return jax.jit(jax.value_and_grad(loss)).lower(model, batch).compile()
 
 
 def temporary(policy: str, num_layers: int) -> int:

@@ -49,7 +49,7 @@ def planned(offload: OffloadConfig, rows: int):
     accumulation=2,
     offload=offload,
   )
-  plan = programs.compiled(made).memory_analysis()
+  plan = made.lower().compile().memory_analysis()
   leaves = jax.tree.leaves(made.abstract.model)
   return plan, sum(leaf.size for leaf in leaves) / mesh.size
 

@@ -170,8 +170,7 @@ def compiled_collectives(model, mesh, accumulation):
   )
   batch = to_global(tiny.packed_batch(), mesh, RULES)
   lowered = step.on_leaves.lower(jax.tree.leaves(state), batch)
-  # LLVM's optimiser takes half of the time and changes no collective.
-  compiled = lowered.compile({"xla_backend_optimization_level": 0})
+  compiled = lowered.compile()
   leaves = jax.tree.leaves(state.model)
   share = sum(leaf.addressable_shards[0].data.size for leaf in leaves)
   return collectives(compiled.as_text(), mesh), share

@@ -66,7 +66,7 @@ def step_of(devices, config, stage, *, master_weights=False, precision):
     accumulation=2,
     zero_stage=stage,
   )
-  return programs.compiled(made), made.abstract, mesh
+  return made.lower().compile(), made.abstract, mesh
 
 
 def check_bytes(devices, accounting, stage, **settings):
