@@ -21,7 +21,13 @@ from sharding.axes import MeshConfig, Rules
 from sharding.mesh import axis_sizes
 from sharding.rules import mesh_axes, stacked, tree_shardings, without_axes
 from sharding.stages import Layout
-from train.config import OptimizerConfig, ScheduleConfig, StepConfig
+from train.config import (
+  LocalSGDConfig,
+  OffloadConfig,
+  OptimizerConfig,
+  ScheduleConfig,
+  StepConfig,
+)
 from train.layout import make_layout
 from train.optimizers import make_optimizer
 from train.run_config import PretrainConfig
@@ -80,14 +86,11 @@ def hold(config: PretrainConfig, num_devices: int) -> Held:
     config.rules,
     abstract_mesh(config.mesh, num_devices),
     # What else a step has changes no state.
-    StepConfig(
-      zero_stage=step.zero_stage,
-      compression=step.compression,
-      local=step.local,
-      offload=step.offload,
-      virtual_stages=step.virtual_stages,
-      schedule=step.schedule,
-    ),
+    step.zero_stage,
+    step.compression,
+    step.local,
+    step.offload,
+    step.virtual_stages,
     config.data.seq_len,
   )
 
@@ -98,13 +101,17 @@ def _hold(
   optimizer: OptimizerConfig,
   rules: Rules,
   mesh: AbstractMesh,
-  step: StepConfig,
+  zero_stage: int,
+  compression: str,
+  local: LocalSGDConfig,
+  offload: OffloadConfig,
+  virtual_stages: int,
   seq_len: int,
 ) -> Held:
   rule = make_optimizer(optimizer, make_schedule(ScheduleConfig(), 1))
-  where = {"mesh": mesh, "rules": rules, "zero_stage": step.zero_stage}
-  settings = {"compression": step.compression, "local": step.local}
-  check_together(rule, mesh, offload=step.offload, **settings)
+  where = {"mesh": mesh, "rules": rules, "zero_stage": zero_stage}
+  settings = {"compression": compression, "local": local}
+  check_together(rule, mesh, offload=offload, **settings)
   state = abstract_state(
     lambda rngs: Transformer(model, rngs=rngs), rule, **settings, **where
   )
@@ -112,7 +119,7 @@ def _hold(
     model,
     mesh,
     seq_len=seq_len,
-    virtual_stages=step.virtual_stages,
+    virtual_stages=virtual_stages,
   )
   return Held(mesh, rules, abstract_arranged(state, layout, **where), layout)
 

@@ -35,6 +35,15 @@ _FLAGS = {
   "plan.claims": set(),
   "plan.cost": {"batch", "config", "mfu", "prices", "topology"},
   "plan.memory": {"config", "json", "loop", "topology"},
+  "plan.mesh_search": {
+    "config",
+    "global_batch_tokens",
+    "json",
+    "model",
+    "seq_len",
+    "show",
+    "topology",
+  },
   "plan.scaling_laws": {"flops", "plot", "runs", "samples"},
   "serve.chat": {
     "max_new_tokens",

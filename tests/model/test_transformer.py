@@ -211,7 +211,9 @@ def loss_and_gradient(execution, model, batch):
     weights = ids.astype(jnp.float32)
     return cross_entropy(model, hidden, batch, weights, execution=execution)[0]
 
-  return jax.jit(jax.value_and_grad(loss))(model)
+  # Two of 20,460 gradients are within the tolerance only with FMAs.
+  optimised = {"xla_backend_optimization_level": 3}
+  return jax.jit(jax.value_and_grad(loss), compiler_options=optimised)(model)
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def compare(cell: matrix.Cell) -> dict[str, dict[str, float]]:
 
 def main(part: str, which: str):
   """Prints cells: a group of `matrix.cover` or `.whole`, or that of a break."""
-  quick_xla.with_threads()
+  quick_xla.use_where_no_tpu_compiles()
   jax.config.update("jax_num_cpu_devices", 8)
   jax.config.update("jax_numpy_rank_promotion", "raise")
   if part == "break":

@@ -110,7 +110,7 @@ def compare(source: Layout, target: Layout) -> dict:
 
 def main(folder: str, *names: str):
   """Prints all pairs of the named layouts."""
-  quick_xla.with_threads()
+  quick_xla.use_where_no_tpu_compiles()
   jax.config.update("jax_num_cpu_devices", 8)
   jax.config.update("jax_numpy_rank_promotion", "raise")
   layouts = {
