@@ -38,9 +38,8 @@ def all_ways(config, machine):
       yield step_time(run, machine, planned).likely, planned.peak
 
 
-@pytest.mark.parametrize(
-  "topology", ["v5e:1x2", pytest.param("v5e:2x2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:1x2", "v5e:2x2"])
 def test_the_best_of_all_combinations_is_found(topology):
   config = run_config(GQA, rows=2, seq_len=32, precision="bf16")
   generous = machine_of(topology, 1e9)

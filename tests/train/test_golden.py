@@ -5,7 +5,7 @@ import pytest
 from tests.train import golden
 
 # The others take long to compile.
-QUICK = ("fsdp", "zero-2")
+QUICK = ("fsdp",)
 
 
 @pytest.mark.tpu_compiler

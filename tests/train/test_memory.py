@@ -71,6 +71,7 @@ def test_per_block_keeps_one_input_a_layer():
   np.testing.assert_allclose(growth("block"), (48, 192), rtol=0.02)
 
 
+@pytest.mark.slow
 def test_every_fourth_block_keeps_a_quarter():
   # A group's own activations are the same at every depth.
   first, second = growth("every 4th")

@@ -29,7 +29,9 @@ def check_collectives(text: str, mesh: Mesh):
   assert not any(op.in_branch for op in between)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+  "schedule", ["1f1b", pytest.param("zero_bubble", marks=pytest.mark.slow)]
+)
 def test_collectives_in_branches_stay_within_a_stage(schedule):
   mesh = make_mesh(AXES)
   made = programs.make(
