@@ -33,6 +33,8 @@ MXU = "MATMUL"
 FILL = "VLOAD:FILL"  # of a vector register, from memory
 SPILL = "VSTORE:SPILL"
 
+PROGRAM_ONLY = "^final_(bundles|hlo-static.*)$"
+
 _PROGRAM = "final_bundles.txt"
 _UNITS = "final_hlo-static-per-bundle-utilization.txt"
 _MEMORY = "pre-finalize-registers-and-allocations.txt"
@@ -45,16 +47,18 @@ _BRANCH = re.compile(r"= sbr\.\w+ (?:\((!?%\w+)\) )?target = \$region(\d+)")
 _VMEM = re.compile(r"#allocation\d+ \[.*space=vmem, size = (0x[0-9a-f]+)")
 
 
-def dump_flags(folder: str) -> str:
+def dump_flags(folder: str, passes: str = ".*final.*") -> str:
   """What LIBTPU_INIT_ARGS must hold before JAX is imported.
 
   Args:
     folder: where the files go. They are those of the last pass only: all of
       them are 100 MB a kernel, and take most of the time of a compilation.
+    passes: labels of files, a regular expression; `PROGRAM_ONLY` leaves out
+      what tells `Schedule.vmem_bytes`.
   """
   return (
     f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-    " --xla_jf_dump_llo_pass_label_regex=.*final.*"
+    f" --xla_jf_dump_llo_pass_label_regex={passes}"
   )
 
 

@@ -9,12 +9,12 @@ once.
 import dataclasses
 import math
 import re
-from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
 from sharding import collectives as costs
+from sharding.hlo_text import Module, Shape, Window
 
 # Kind -> bytes that a device sends, of (bytes of the whole array, devices).
 KINDS = {
@@ -24,26 +24,7 @@ KINDS = {
   "all-to-all": costs.all_to_all_bytes,
   "collective-permute": costs.permute_bytes,
 }
-_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
-_INSTRUCTION = re.compile(
-  r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.-]+) = (?P<shape>.*?)"
-  r" (?P<opcode>[a-z][\w-]*)\((?P<operands>[^)]*)\)(?P<rest>.*)$"
-)
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-
-
-class Shape(NamedTuple):
-  """One array: "f32" and (3, 4)."""
-
-  dtype: str
-  dims: tuple[int, ...]
-
-  @property
-  def num_bytes(self) -> int:
-    """Without the padding of a layout."""
-    digits = re.search(r"\d+", self.dtype)
-    bits = _BITS.get(self.dtype) or int(digits[0])
-    return math.prod(self.dims) * bits // 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +42,7 @@ class Collective:
     asynchronous: whether other work is scheduled while it runs.
     hidden_cycles: the compiler's estimate of that work, a call. What runs at
       the same time counts the same work.
+    window: where it starts and ends.
   """
 
   kind: str
@@ -72,6 +54,9 @@ class Collective:
   in_branch: bool
   asynchronous: bool
   hidden_cycles: int
+  window: Window = dataclasses.field(
+    default=Window("", 0, 0), repr=False, compare=False
+  )
 
   @property
   def num_elements(self) -> int:
@@ -87,20 +72,24 @@ class Collective:
     return self.times * KINDS[self.kind](whole, self.group_size)
 
 
-def collectives(hlo: str, mesh: Mesh) -> list[Collective]:
+def collectives(
+  hlo: str | Module, mesh: Mesh, *, unknown: int | None = None
+) -> list[Collective]:
   """Returns all collectives of a compiled program over `mesh`.
 
   Branches of a conditional all count.
 
   Args:
-    hlo: `compiled.as_text()`.
+    hlo: `compiled.as_text()`, or that taken apart.
     mesh: the devices, in the order of the program's partitions.
+    unknown: iterations of loops whose number is not in the program; None: they
+      must not have any.
 
   Raises:
     ValueError: a collective stands in a loop whose number of iterations is
       not in the program.
   """
-  module = _Module(hlo)
+  module = Module(hlo, unknown=unknown) if isinstance(hlo, str) else hlo
   found = []
   for name, runs in module.runs.items():
     computation = module.computations[name]
@@ -128,6 +117,7 @@ def collectives(hlo: str, mesh: Mesh) -> list[Collective]:
           in_branch=runs.in_branch,
           asynchronous=between is not None,
           hidden_cycles=sum(map(module.cycles, between or ())),
+          window=module.window(name, index),
         )
       )
   return found
@@ -142,207 +132,6 @@ def summary(found: list[Collective]) -> dict[str, list[int]]:
     calls, sent = table.get(key, (0, 0))
     table[key] = [calls + op.times, sent + round(op.bytes_sent)]
   return dict(sorted(table.items()))
-
-
-class _Instruction(NamedTuple):
-  name: str
-  shape: str
-  opcode: str
-  operands: tuple[str, ...]
-  line: str
-
-  def called(self, *attributes: str) -> list[str]:
-    """The computations that these attributes name."""
-    pattern = rf"\b(?:{'|'.join(attributes)})=(?:%?([\w.-]+)|\{{([^}}]*)\}})"
-    return [
-      name.strip(" %")
-      for one, several in re.findall(pattern, self.line)
-      for name in (one or several).split(",")
-    ]
-
-
-class _Runs(NamedTuple):
-  """How often a computation runs; None: unknown."""
-
-  times: int | None
-  in_loop: bool
-  in_branch: bool
-
-
-class _Module:
-  """The text of a program, taken apart."""
-
-  def __init__(self, hlo: str):
-    self.computations: dict[str, list[_Instruction]] = {}
-    self.runs: dict[str, _Runs] = {}
-    # Computation that a fusion or an asynchronous call runs -> (caller's
-    # name, index of the call in it).
-    self._callers: dict[str, tuple[str, int]] = {}
-    name = entry = None
-    for line in hlo.splitlines():
-      if head := re.match(r"^(ENTRY )?%?([\w.-]+) \(.*\{$", line):
-        name = head[2]
-        entry = name if head[1] else entry
-        self.computations[name] = []
-      elif name and (match := _INSTRUCTION.match(line)):
-        operands = tuple(re.findall(r"%([\w.-]+)", match["operands"]))
-        self.computations[name].append(
-          _Instruction(
-            match["name"], match["shape"], match["opcode"], operands, line
-          )
-        )
-    assert entry is not None, "no ENTRY in this text"
-    self._shapes = {
-      name: {instruction.name: instruction.shape for instruction in lines}
-      for name, lines in self.computations.items()
-    }
-    self._visit(entry, _Runs(1, False, False))
-
-  def _visit(self, name: str, runs: _Runs) -> None:
-    """Notes how often a computation runs, and what it calls."""
-    known = self.runs.get(name)
-    if known is not None:
-      whole = None not in (known.times, runs.times)
-      times = known.times + runs.times if whole else None
-      in_loop = known.in_loop or runs.in_loop
-      in_branch = known.in_branch or runs.in_branch
-      self.runs[name] = _Runs(times, in_loop, in_branch)
-    else:
-      self.runs[name] = runs
-    for index, instruction in enumerate(self.computations[name]):
-      if instruction.opcode == "while":
-        trips = self._trips(instruction)
-        whole = None not in (trips, runs.times)
-        times = runs.times * trips if whole else None
-        inner = _Runs(times, True, runs.in_branch)
-        self._visit(instruction.called("body")[0], inner)
-      elif not instruction.opcode.endswith(("-update", "-done")):
-        inner = runs
-        if instruction.opcode == "conditional":
-          inner = runs._replace(in_branch=True)
-        for called in instruction.called(
-          "calls",
-          "to_apply",
-          "branch_computations",
-          "true_computation",
-          "false_computation",
-        ):
-          self._callers[called] = name, index
-          self._visit(called, inner)
-
-  def _trips(self, loop: _Instruction) -> int | None:
-    """Iterations of a loop that counts up from 0 to a constant.
-
-    JAX's loops count by one. XLA's own, in which parts of a matmul's operand
-    go round while others are multiplied, count by as much as they unroll.
-    """
-    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.line):
-      return int(known[1])
-    condition = self.computations[loop.called("condition")[0]]
-    limits = [
-      int(limit[1])
-      for instruction in condition
-      if (
-        limit := re.search(
-          r"= [su]32\[\]\S* constant\((\d+)\)", instruction.line
-        )
-      )
-    ]
-    if len(limits) != 1:
-      return None
-    return math.ceil(limits[0] / self._step(loop))
-
-  def _step(self, loop: _Instruction) -> int:
-    """What an iteration of a loop adds to its counter."""
-    condition = self.computations[loop.called("condition")[0]]
-    counters = [
-      re.search(r"index=(\d+)", instruction.line)[1]
-      for instruction in condition
-      if instruction.opcode == "get-tuple-element"
-    ]
-    body = self.computations[loop.called("body")[0]]
-    found = {instruction.name: instruction for instruction in body}
-    if len(counters) == 1:
-      counter = found.get(body[-1].operands[int(counters[0])])
-      if counter is not None and counter.opcode == "add":
-        for operand in counter.operands:
-          value = re.search(r" constant\((\d+)\)", found[operand].line)
-          if value:
-            return int(value[1])
-    return 1
-
-  def _has(self, name: str, target: str) -> bool:
-    return any(
-      f'custom_call_target="{target}"' in instruction.line
-      for instruction in self.computations[name]
-    )
-
-  def counts(self, name: str) -> bool:
-    """Whether collectives in a computation are not copies of another's.
-
-    A TPU's asynchronous collective is written in the fusion that starts it,
-    in those that compute beside it, and in the one that ends it.
-    """
-    if name not in self._callers or name.startswith("all-reduce-scatter"):
-      return True
-    caller, index = self._callers[name]
-    if self.computations[caller][index].opcode != "fusion":
-      return True
-    return self._has(name, "AsyncCollectiveStart")
-
-  def operand_shapes(
-    self, name: str, instruction: _Instruction
-  ) -> tuple[Shape, ...]:
-    """The arrays that an instruction of a computation takes."""
-    shapes = self._shapes[name]
-    return tuple(
-      Shape(dtype, tuple(int(n) for n in dims.split(",") if n))
-      for operand in instruction.operands
-      for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes[operand])
-    )
-
-  def between(self, name: str, index: int) -> list[_Instruction] | None:
-    """What is scheduled from the start of a collective to its end.
-
-    Returns:
-      Those instructions; None: it has no start and end, or none between.
-    """
-    instruction = self.computations[name][index]
-    if self._has(name, "AsyncCollectiveStart"):
-      # The copy of the collective in the fusion that ends it.
-      channel = re.search(r"channel_id=\d+", instruction.line)[0]
-      name, index = self._callers[name]
-      ends = lambda other: any(
-        self._has(called, "AsyncCollectiveDone")
-        and any(
-          copy.opcode == instruction.opcode and f"{channel}," in copy.line
-          for copy in self.computations[called]
-        )
-        for called in other.called("calls")
-      )
-    else:
-      if name in self._callers:
-        caller, at = self._callers[name]
-        if self.computations[caller][at].opcode == "async-start":
-          name, index, instruction = caller, at, self.computations[caller][at]
-      if not instruction.opcode.endswith("-start"):
-        return None
-      ends = lambda other: (
-        other.opcode.endswith("-done") and instruction.name in other.operands
-      )
-    later = self.computations[name][index + 1 :]
-    length = next(i for i, other in enumerate(later) if ends(other))
-    free = ("get-tuple-element", "bitcast", "parameter", "constant", "tuple")
-    between = [other for other in later[:length] if other.opcode not in free]
-    return between or None
-
-  def cycles(self, instruction: _Instruction) -> int:
-    """The compiler's estimate for an instruction, loops included."""
-    if instruction.opcode == "while":
-      body = self.computations[instruction.called("body")[0]]
-      return (self._trips(instruction) or 1) * sum(map(self.cycles, body))
-    cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.line)
-    return int(cycles[1]) if cycles else 0
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:

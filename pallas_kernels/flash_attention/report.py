@@ -1,7 +1,7 @@
 """What the op tells `pallas_kernels.report` about itself."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from unittest import mock
 
 import jax
@@ -117,3 +117,28 @@ def table_entry(
   show = lambda part: f"Blocks{tuple(best[part].values())}"
   key = (chip, shape["head_dim"])
   return f"{key}: ({show('forward')}, {show('backward')}),"
+
+
+def one_segment(operands: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+  """The scalars of a kernel in a program whose rows are one segment each.
+
+  Args:
+    operands: dims of the kernel's operands, as it was compiled.
+
+  Returns:
+    Of its first operands: the number of the chunk of keys, in the backward
+    kernel, and `tiles.Ranges` of queries and of keys.
+  """
+  chunk = [np.zeros(1, np.int32)] if operands[0] == (1,) else []
+  rest = list(operands[len(chunk) :])
+  pairs = list(itertools.takewhile(lambda dims: len(dims) == 2, rest))
+  side = len(pairs) // 2
+  lengths = [dims[2] for dims in rest[len(pairs) :][:2]]  # of q and k, BNTH
+  made = []
+  for (B, blocks), length in zip(pairs[::side], lengths) if side else ():
+    number = np.arange(blocks, dtype=np.int32)
+    block = length // blocks
+    ends = [number * block, number * block + block - 1] if side != 3 else []
+    ids = [number * 0 + 1, number * 0 + 1, number * 0] if side != 2 else []
+    made += [np.tile(row, (B, 1)) for row in (*ends, *ids)]
+  return chunk + made

@@ -1,0 +1,262 @@
+"""A loop's step, compiled for a TPU topology in a process of its own.
+
+The compiler may abort, and with it the process that called it: one child a
+compilation, and its end by a signal is an answer too.
+"""
+
+import json
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from pallas_kernels import report_chips, schedule
+from plan.chips import Topology, parse
+from plan.loops import LOOPS
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TOO_MUCH = re.compile(
+  r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) (?:\w+ )?hbm", re.I
+)
+# What a cloud rents; the compiler takes others too.
+_RENTED = {
+  "v4": "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, ...",
+  "v5e": "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
+  "v5p": "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, ...",
+  "v6e": "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
+}
+
+
+def compile_step(loop: str, config: Any, topology: str) -> dict:
+  """Compiles and reads the step of a run.
+
+  Args:
+    loop: of `LOOPS`.
+    config: of the run.
+    topology: of TPUs, see `plan.chips.parse`.
+
+  Returns:
+    What `measure` returns; or {"rejected": why}, with "need" and "limit" in
+    bytes where the step does not fit.
+
+  Raises:
+    ValueError: what the loop refuses, or there is no compiler.
+  """
+  with tempfile.TemporaryDirectory(prefix="dryrun") as folder:
+    files = pathlib.Path(folder)
+    (files / "request").write_bytes(pickle.dumps((loop, config, topology)))
+    # The folder that we are in may have packages of the names of ours.
+    path = os.pathsep.join(p for p in sys.path if p)
+    flags = schedule.dump_flags(_made(files / "llo"), schedule.PROGRAM_ONLY)
+    environment = os.environ | {
+      "PYTHONPATH": path,
+      "JAX_PLATFORMS": "cpu",
+      "TPU_SKIP_MDS_QUERY": "1",
+      "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+      "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}",
+    }
+    code = "import sys; from plan import compiled; compiled.child(sys.argv[1])"
+    with open(files / "log", "w") as log:
+      done = subprocess.run(
+        [sys.executable, "-P", "-c", code, folder],
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+      )
+    return _answer(files, done.returncode)
+
+
+def _made(folder: pathlib.Path) -> str:
+  folder.mkdir()
+  return str(folder)
+
+
+def _answer(files: pathlib.Path, code: int) -> dict:
+  """What a child has left behind."""
+  if (files / "answer").is_file():
+    answer = json.loads((files / "answer").read_text())
+    if "refused" in answer:
+      raise ValueError(answer["refused"])
+    return answer
+  log = (files / "log").read_text(errors="replace")
+  lines = [line for line in log.splitlines() if line.strip()]
+  if code < 0:
+    said = [line for line in lines if "Check failed" in line or line[:1] == "F"]
+    why = (said or lines or ["no word"])[0][:300]
+    return {"rejected": f"compiler crash (signal {-code}): {why}"}
+  raise RuntimeError("the child that compiles failed:\n" + "\n".join(lines[-20:]))
+
+
+def child(folder: str) -> None:
+  """Does what `compile_step` asks for; runs in a process of its own."""
+  files = pathlib.Path(folder)
+  request = pickle.loads((files / "request").read_bytes())
+  try:
+    answer = measure(*request, str(files / "llo"))
+  except ValueError as error:
+    answer = {"refused": str(error)}
+  (files / "answer").write_text(json.dumps(answer))
+
+
+def measure(loop: str, config: Any, topology: str, llo: str) -> dict:
+  """Compiles a step and reads what the compiler says of it.
+
+  Args:
+    loop: of `LOOPS`.
+    config: of the run.
+    topology: of TPUs.
+    llo: folder that `schedule.dump_flags` named.
+
+  Returns:
+    "compile_seconds", "memory": bytes of a device by part, "times": seconds,
+    "collectives": of each group of mesh axes, "kernels", "ops".
+
+  Raises:
+    ValueError: what the loop refuses, or there is no such topology.
+  """
+  import jax
+
+  from sharding.mesh import make_mesh
+
+  machine, found = parse(topology), LOOPS[loop]
+  mesh = make_mesh(config.mesh, devices=devices(machine, topology))
+  start = time.perf_counter()
+  lowered = found.program(config, found.model(config), mesh).lower()
+  lower_seconds = time.perf_counter() - start
+  try:
+    compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    return _rejected(str(error))
+  seconds = time.perf_counter() - start - lower_seconds
+  return {
+    "lower_seconds": lower_seconds,
+    "compile_seconds": seconds,
+    "memory": memory(compiled),
+  } | read(compiled.as_text(), mesh, machine, llo)
+
+
+def devices(machine: Topology, topology: str) -> list:
+  """Descriptions of a machine's TPUs.
+
+  Raises:
+    ValueError: the compiler has no such topology, or there is no compiler.
+  """
+  from pallas_kernels.aot import topology_devices
+
+  chip = machine.chip.name
+  grid = "x".join(map(str, machine.shape))
+  # The two cores of a v4 are one device, as in a run.
+  name = f"{chip}:{grid}" + ("|megacore" if chip == "v4" else "")
+  try:
+    there = topology_devices(name, num_slices=machine.num_slices)
+  except ValueError as error:
+    why = str(error.__cause__ or error).splitlines()[0][:200]
+    raise ValueError(
+      f"--topology={topology!r}: the compiler has no such machine ({why});"
+      f" of {chip} there are {_RENTED[chip]}"
+    ) from error
+  if len(there) != machine.num_devices:
+    raise ValueError(
+      f"--topology={topology!r}: wanted {machine.num_devices} devices, the"
+      f" compiler has {len(there)}; of {chip} there are {_RENTED[chip]}"
+    )
+  return there
+
+
+def _rejected(message: str) -> dict:
+  """Why a program was not compiled, in the compiler's words."""
+  if found := _TOO_MUCH.search(message):
+    need, limit = (
+      int(float(found[i]) * _UNITS[found[i + 1].upper()]) for i in (1, 3)
+    )
+    return {"rejected": "out of memory", "need": need, "limit": limit}
+  return {"rejected": message.splitlines()[0][:300]}
+
+
+def memory(compiled: Any) -> dict[str, int]:
+  """Bytes of a device by part, of a `jax.stages.Compiled`.
+
+  "outputs" are those that take no argument's place. "peak" is the compiler's
+  own figure, of what lives at the same time.
+  """
+  found = compiled.memory_analysis()
+  aliased = found.alias_size_in_bytes
+  return {
+    "arguments": found.argument_size_in_bytes,
+    "temporaries": found.temp_size_in_bytes,
+    "outputs": found.output_size_in_bytes - aliased,
+    "code": found.generated_code_size_in_bytes,
+    "peak": found.peak_memory_in_bytes,
+    "host": found.host_argument_size_in_bytes
+    + found.host_temp_size_in_bytes
+    + found.host_output_size_in_bytes
+    - found.host_alias_size_in_bytes,
+  }
+
+
+def read(text: str, mesh: Any, machine: Topology, llo: str) -> dict:
+  """What a program does in its time; see `measure`.
+
+  Args:
+    text: of the compiled program.
+    mesh: its devices.
+    machine: that they are of.
+    llo: folder with the schedules of its kernels.
+  """
+  from plan import cycles, kernels, links
+  from sharding import hlo
+  from sharding.hlo_text import Module
+
+  chip = report_chips.CHIPS[machine.chip.name]
+  module = Module(text)
+  calls = kernels.read(module, llo, chip)
+  found = hlo.collectives(module, mesh)
+  rates = cycles.Rates(
+    clock=chip.bundles_per_second,
+    hbm=chip.hbm_bytes_per_second,
+    links=links.axis_rates(machine, mesh.shape),
+  )
+  times, line = cycles.times(
+    module, found, rates, {name: kernel.seconds for name, kernel in calls.items()}
+  )
+  sent = {}
+  for op in found:
+    total = sent.setdefault(op.axes, [0, 0.0])
+    total[0] += op.times
+    total[1] += op.bytes_sent
+  kernel_rows = {}
+  for name, kernel in calls.items():
+    row = kernel_rows.setdefault(
+      (kernel.name, kernel.by), {"calls": 0, "seconds": 0.0}
+    )
+    row["calls"] += line.kernels[name]
+    row["seconds"] += line.kernels[name] * kernel.seconds
+  return {
+    "times": {
+      **times._asdict(),
+      "compute": line.compute,
+      "waiting for copies": line.copies,
+    },
+    "host_bytes": line.host_bytes,
+    "collectives": {
+      " ".join(sorted(axes)) or "nothing": {
+        "calls": count,
+        "bytes": num_bytes,
+        "seconds": line.sent[axes],
+        "waited": line.waits[axes],
+      }
+      for axes, (count, num_bytes) in sent.items()
+    },
+    "kernels": [
+      {"name": name, "by": by, **row} for (name, by), row in kernel_rows.items()
+    ],
+    "ops": [
+      {**scope._asdict(), "seconds": seconds}
+      for scope, seconds in line.ops.most_common(10)
+    ],
+  }
