@@ -15,7 +15,7 @@ import pathlib
 import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import app, flags, logging
@@ -33,7 +33,7 @@ _HELP_FLAGS = ("help", "helpshort", "helpfull", "h", "?")
 
 def launch(
   run: Callable[..., Any],
-  config_class: type,
+  config_class: type | Mapping[str, type],
   *,
   options: dict[str, str] | None = None,
 ) -> None:
@@ -41,11 +41,14 @@ def launch(
 
   Args:
     run: the loop. What is heavy it imports inside, so that `--help` does not.
-    config_class: the dataclass that the config file must return.
+    config_class: the dataclass that the config file must return; or that of
+      each value of the option `loop`, the first of which is the default.
     options: of a main that answers a question and writes no folder: flag ->
       what it says, in place of `workdir`. It is `run(config, **texts)`, with
       None for a flag that is not given; a ValueError of it is the user's.
   """
+  one = isinstance(config_class, type)
+  classes = {"": config_class} if one else config_class
   flags.DEFINE_string("config", None, "FILE.py or FILE.py:variant, the run")
   wanted = {"workdir": "folder for all that the run writes"}
   for name, text in (options or wanted).items():
@@ -53,7 +56,7 @@ def launch(
 
   def parse(argv):
     if any(argument.lstrip("-") in _HELP_FLAGS for argument in argv[1:]):
-      print(_help(config_class, ("config", *(options or wanted))))
+      print(_help(classes, ("config", *(options or wanted))))
       sys.exit(0)
     settings = [a for a in argv if re.match("--?config[.]", a)]
     try:
@@ -67,7 +70,7 @@ def launch(
       for name in ("config",) if options else ("config", "workdir"):
         if not FLAGS[name].value:
           raise ValueError(f"--{name} is missing: {FLAGS[name].help}")
-      config = configure(FLAGS.config, config_class, settings)
+      config = configure(FLAGS.config, _chosen(classes), settings)
     except ValueError as error:
       sys.exit(f"error: {error}")
     if not FLAGS["verbosity"].present:
@@ -178,14 +181,25 @@ def _settings(arguments: list[str]) -> dict[str, str]:
   return settings
 
 
-def _help(config_class, names) -> str:
+def _chosen(classes: Mapping[str, type]) -> type:
+  """The class of the config that this command line is about."""
+  if len(classes) == 1:
+    return next(iter(classes.values()))
+  loop = FLAGS["loop"].value or next(iter(classes))
+  if loop not in classes:
+    raise ValueError(f"--loop must be one of {tuple(classes)}, got {loop!r}")
+  return classes[loop]
+
+
+def _help(classes, names) -> str:
   """The text of --help: what the main says of itself, flags, settings."""
   lines = [(sys.modules["__main__"].__doc__ or "").strip(), "", "Flags:"]
   lines += [f"  --{n}: {FLAGS[n].help}" for n in names]
-  lines += ["", f"Settings of {config_class.__name__} and their defaults:"]
-  for key, words, value in leaves(config_class):
-    default = "(required)" if value is dataclasses.MISSING else f"{value!r}"
-    lines.append(f"  --config.{key}={default}  {words}")
+  for config_class in dict.fromkeys(classes.values()):
+    lines += ["", f"Settings of {config_class.__name__} and their defaults:"]
+    for key, words, value in leaves(config_class):
+      default = "(required)" if value is dataclasses.MISSING else f"{value!r}"
+      lines.append(f"  --config.{key}={default}  {words}")
   return "\n".join(lines)
 
 

@@ -96,6 +96,57 @@ class StepTime:
     return self.hardware_flops / self.peak / seconds
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+  """What one device does in a step.
+
+  Attributes:
+    tokens: that it trains on.
+    model_flops: of the model, forward and backward.
+    hardware_flops: with what is computed again.
+  """
+
+  tokens: float
+  model_flops: float
+  hardware_flops: float
+
+
+def work(config: PretrainConfig, num_devices: int) -> Work:
+  """Counts the FLOPs of a step; see `model/accounting.py`.
+
+  Args:
+    config: the run.
+    num_devices: of the machine.
+
+  Raises:
+    ValueError: what the training loop would refuse, too.
+  """
+  from model.accounting import (
+    flops_per_token,
+    hardware_flops_per_token,
+    layer_flops,
+  )
+  from plan import held
+  from train.pipeline import make_stages
+
+  model, step, data = config.model, config.step, config.data
+  here = held.hold(config, num_devices)
+  stages = make_stages(step.schedule, here.layout, here.mesh, step.accumulation)
+  tokens = data.global_batch_size * data.seq_len / num_devices
+  a_token = hardware_flops_per_token(
+    model, data.seq_len, step.remat, step.remat_every
+  )
+  if stages is not None:
+    layers, _ = layer_flops(model, data.seq_len)
+    extra = forward_again(step.remat, stages) - forward_again(step.remat, None)
+    a_token += extra * sum(layers)
+  return Work(
+    tokens=tokens,
+    model_flops=tokens * flops_per_token(model, data.seq_len),
+    hardware_flops=tokens * a_token,
+  )
+
+
 def step_time(
   config: PretrainConfig, machine: Topology, planned: Estimate | None = None
 ) -> StepTime:
@@ -133,11 +184,6 @@ def compute_and_links(config: PretrainConfig, machine: Topology) -> StepTime:
   Raises:
     ValueError: what the training loop would refuse, too.
   """
-  from model.accounting import (
-    flops_per_token,
-    hardware_flops_per_token,
-    layer_flops,
-  )
   from plan import held
   from sharding import schedules
   from train.layout import imbalance
@@ -148,16 +194,9 @@ def compute_and_links(config: PretrainConfig, machine: Topology) -> StepTime:
   here = held.hold(config, N)
   mesh, layout = here.mesh, here.layout
   stages = make_stages(step.schedule, layout, mesh, step.accumulation)
-  tokens = data.global_batch_size * data.seq_len / N
-  a_token = hardware_flops_per_token(
-    model, data.seq_len, step.remat, step.remat_every
-  )
-  layers, _ = layer_flops(model, data.seq_len)
-  if stages is not None:
-    extra = forward_again(step.remat, stages) - forward_again(step.remat, None)
-    a_token += extra * sum(layers)
+  done = work(config, N)
   peak = chip.flops["bfloat16"]
-  compute = tokens * a_token / peak
+  compute = done.hardware_flops / peak
   waiting = 0.0
   if stages is not None:
     costs = schedules.Costs(forward=1, backward=2, weight=1)
@@ -172,9 +211,9 @@ def compute_and_links(config: PretrainConfig, machine: Topology) -> StepTime:
     waiting=waiting,
     memory=0.0,
     links={axes: n / group_rate(rates, axes) for axes, n in sent.items()},
-    model_flops=tokens * flops_per_token(model, data.seq_len),
-    hardware_flops=tokens * a_token,
-    tokens=tokens,
+    model_flops=done.model_flops,
+    hardware_flops=done.hardware_flops,
+    tokens=done.tokens,
     peak=peak,
     checkpoint_bytes=held.whole_bytes(here),
     data_bytes=4 * data.global_batch_size * data.seq_len,

@@ -46,6 +46,30 @@ def load_model(path: str, *, mesh: Mesh, rules: Rules) -> Transformer:
   )
 
 
+def load_config(path: str) -> ModelConfig:
+  """The shape of the model in a folder; no weights are read.
+
+  Args:
+    path: as for `load_model`; a Hugging Face folder may be without weights.
+
+  Raises:
+    ValueError: the folder is neither.
+  """
+  folder = pathlib.Path(path)
+  checkpoints = folder / "checkpoints"
+  if checkpoint.steps(checkpoints):
+    return _model_config(checkpoint.run_config(checkpoints)["model"])
+  if (folder / "config.json").is_file():
+    from model.formats import huggingface
+
+    return huggingface.load_config(folder)[1]
+  raise ValueError(
+    f"init_from={path!r} must be a run folder with checkpoints/STEP in it, or a"
+    " Hugging Face folder with config.json;"
+    + (" it has neither" if folder.is_dir() else " it does not exist")
+  )
+
+
 def check_same(found: ModelConfig, wanted: ModelConfig, path: str) -> None:
   """Refuses weights of another model than the config of a run describes."""
   differing = [
