@@ -89,7 +89,8 @@ def _answer(files: pathlib.Path, code: int) -> dict:
     said = [line for line in lines if "Check failed" in line or line[:1] == "F"]
     why = (said or lines or ["no word"])[0][:300]
     return {"rejected": f"compiler crash (signal {-code}): {why}"}
-  raise RuntimeError("the child that compiles failed:\n" + "\n".join(lines[-20:]))
+  last = "\n".join(lines[-20:])
+  raise RuntimeError(f"the child that compiles failed:\n{last}")
 
 
 def child(folder: str) -> None:
@@ -221,9 +222,8 @@ def read(text: str, mesh: Any, machine: Topology, llo: str) -> dict:
     hbm=chip.hbm_bytes_per_second,
     links=links.axis_rates(machine, mesh.shape),
   )
-  times, line = cycles.times(
-    module, found, rates, {name: kernel.seconds for name, kernel in calls.items()}
-  )
+  seconds = {name: kernel.seconds for name, kernel in calls.items()}
+  times, line = cycles.times(module, found, rates, seconds)
   sent = {}
   for op in found:
     total = sent.setdefault(op.axes, [0, 0.0])

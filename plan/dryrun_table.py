@@ -55,7 +55,7 @@ def _memory(found) -> Iterator[str]:
       yield f"  {name:<32}{size / _GIB:>12.3f}"
   if found["memory"].get("host"):
     yield f"  {'in host memory':<32}{found['memory']['host'] / _GIB:>12.3f}"
-  what = "all at once" if "peak_phase" not in found else found["peak_phase"]
+  what = found.get("peak_phase", "all at once")
   yield (
     f"{'need, ' + what:<34}{found['need'] / _GIB:>12.3f} of"
     f" {found['hbm'] / _GIB:.2f}: {'fits' if found['fits'] else 'does not fit'}"
@@ -86,9 +86,8 @@ def _kernels(found) -> Iterator[str]:
     yield f"{'Pallas kernels':<34}{'calls':>12}{'ms a step':>12}  by"
   for row in rows:
     by = _NOTES.get(row["by"], row["by"])
-    yield (
-      f"  {row['name']:<32}{row['calls']:>12}{row['seconds'] * 1e3:>12.2f}  {by}"
-    )
+    milliseconds = f"{row['seconds'] * 1e3:>12.2f}"
+    yield f"  {row['name']:<32}{row['calls']:>12}{milliseconds}  {by}"
 
 
 def _collectives(found) -> Iterator[str]:

@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 
 class Window(NamedTuple):
-  """From where something starts to where it has ended: indices in a computation.
+  """Indices in a computation: where something starts, and where it has ended.
 
   What is not asynchronous starts and ends at the same index.
   """
