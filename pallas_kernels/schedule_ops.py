@@ -10,6 +10,8 @@ _WORD = 1 << 32
 
 _INSTRUCTION = re.compile(r"\s*(%\w+) = ([a-z_]\w*(?:\.\w+)*)\s*(.*)", re.S)
 _GUARD = re.compile(r"(?:\[thread:\$\d+\]\s*)?\((!?)(%\w+)(?:, (%\w+))?\),? *")
+# A load has it behind the address.
+_GUARD_BEHIND = re.compile(r"(?<=\]) *\((!?)(%\w+)(?:, (%\w+))?\),? *")
 _OPERAND = re.compile(r"index: (\d+)")
 _THREAD = re.compile(r"\[thread:\$\d+\]\s*")
 
@@ -60,12 +62,12 @@ def parse_bundle(text: str) -> list[Op]:
     scalar = out.startswith(("%s", "%p")) and not name.startswith("v")
     if not scalar and name.split(".")[0] not in ("sst", "dma"):
       continue
-    guard = _GUARD.match(rest)
+    guard = _GUARD.match(rest) or _GUARD_BEHIND.search(rest)
     negated, predicate, otherwise = False, "", ""
     if guard:
       negated, predicate = bool(guard[1]), guard[2]
       otherwise = guard[3] or ""
-      rest = rest[guard.end() :]
+      rest = rest[: guard.start()] + rest[guard.end() :]
     rest = _THREAD.sub("", rest).replace("resolvable:$", "")
     inputs = tuple(map(_parse_operand, _operands(rest)))
     ops.append(Op(name, out, negated, predicate, otherwise, inputs))

@@ -20,8 +20,10 @@ from plan.chips import Topology, parse
 from plan.loops import LOOPS
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# In either of two ways; the second is about temporaries alone.
 _TOO_MUCH = re.compile(
-  r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) (?:\w+ )?hbm", re.I
+  r"(?:Used |\()([\d.]+)([KMGT]?)(?: of |\) exceeds available HBM \()"
+  r"([\d.]+)([KMGT]?)"
 )
 # What a cloud rents; the compiler takes others too.
 _RENTED = {
@@ -41,8 +43,8 @@ def compile_step(loop: str, config: Any, topology: str) -> dict:
     topology: of TPUs, see `plan.chips.parse`.
 
   Returns:
-    What `measure` returns; or {"rejected": why}, with "need" and "limit" in
-    bytes where the step does not fit.
+    What `measure` returns; or {"rejected": why}, with "fits", "need" and
+    "limit", in bytes, where the step needs too much memory.
 
   Raises:
     ValueError: what the loop refuses, or there is no compiler.
@@ -171,12 +173,11 @@ def devices(machine: Topology, topology: str) -> list:
 
 def _rejected(message: str) -> dict:
   """Why a program was not compiled, in the compiler's words."""
+  why = {"rejected": message.strip().splitlines()[0][:300]}
   if found := _TOO_MUCH.search(message):
-    need, limit = (
-      int(float(found[i]) * _UNITS[found[i + 1].upper()]) for i in (1, 3)
-    )
-    return {"rejected": "out of memory", "need": need, "limit": limit}
-  return {"rejected": message.splitlines()[0][:300]}
+    need, limit = (int(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
+    why |= {"need": need, "limit": limit, "fits": False}
+  return why
 
 
 def memory(compiled: Any) -> dict[str, int]:

@@ -117,8 +117,6 @@ def _add_compiled(
 
   answer = compiled.compile_step(loop, config, topology)
   found |= answer
-  if "need" in answer:
-    found["fits"] = False
   if "rejected" in answer:
     return
   memory = found["memory"] | _beside(config, loop, machine)

@@ -38,12 +38,7 @@ def _head(found) -> Iterator[str]:
 def _refusal(found) -> Iterator[str]:
   if "rejected" in found:
     yield f"rejected: {found['rejected']}"
-    if "need" in found:
-      yield (
-        f"  {found['need'] / _GIB:.2f} GiB a device of"
-        f" {found['limit'] / _GIB:.2f}"
-      )
-  yield from () if "memory" in found else _remedies(found)
+    yield from _remedies(found)
 
 
 def _memory(found) -> Iterator[str]:

@@ -57,14 +57,17 @@ def read(module: Module, folder: str, chip: Chip) -> dict[str, Kernel]:
     chip: that it was compiled for.
 
   Returns:
-    Name of the instruction -> its kernel.
+    Name of the instruction that is scheduled -> its kernel. That may be a
+    fusion, of the kernel with what writes its result into a larger array.
   """
-  return {
-    instruction.name: _read(module, name, instruction, folder, chip)
-    for name in module.runs
-    for instruction in module.computations[name]
-    if instruction.target == KERNEL
-  }
+  found = {}
+  for name in module.runs:
+    for index, call in enumerate(module.computations[name]):
+      if call.target == KERNEL:
+        place = module.window(name, index)
+        there = module.computations[place.computation][place.start]
+        found[there.name] = _read(module, name, call, there.name, folder, chip)
+  return found
 
 
 def stated(instruction: Instruction) -> tuple[int, int]:
@@ -78,14 +81,19 @@ def stated(instruction: Instruction) -> tuple[int, int]:
 
 
 def _read(
-  module: Module, where: str, call: Instruction, folder: str, chip: Chip
+  module: Module,
+  where: str,
+  call: Instruction,
+  scheduled: str,
+  folder: str,
+  chip: Chip,
 ) -> Kernel:
   name = _base(call)
   flops, num_bytes = stated(call)
   seconds, by = flops / chip.peak_flops, "FLOPs" if flops else "nothing"
   bundles = None
   try:
-    program = _schedule(module, where, call, folder)
+    program = _schedule(module, where, call, scheduled, folder)
     scalars = _scalars(module, where, call, name)
     runs = [
       schedule_run.run(program, scalars, core) for core in range(chip.cores)
@@ -118,14 +126,14 @@ def _base(call: Instruction) -> str:
 
 
 def _schedule(
-  module: Module, where: str, call: Instruction, folder: str
+  module: Module, where: str, call: Instruction, scheduled: str, folder: str
 ) -> schedule.Schedule:
   """A kernel's schedule; the compiler writes that of equal kernels once."""
   shapes = lambda where, call: (
     _base(call), call.shape, module.operand_shapes(where, call)
   )  # fmt: skip
   wanted, dumped = shapes(where, call), schedule.names(folder)
-  names = [call.name] + [
+  names = [scheduled] + [
     other.name
     for there in module.runs
     for other in module.computations[there]

@@ -88,7 +88,8 @@ def _changes(
   step, offload = config.step, config.step.offload
   for remat in _REMAT[_REMAT.index(step.remat) + 1 :]:
     yield {"step.remat": remat}
-  yield {"step.accumulation": str(2 * step.accumulation)}
+  for factor in (2, 4, 8):
+    yield {"step.accumulation": str(factor * step.accumulation)}
   yield {"step.loss_chunk": str(step.loss_chunk // 2)}
   if step.zero_stage < 3:
     yield {"step.zero_stage": "3"}

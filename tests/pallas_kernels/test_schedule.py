@@ -196,6 +196,20 @@ def test_instructions(instruction, wanted):
   )
 
 
+@pytest.mark.parametrize(
+  "text",
+  [
+    " (!%p7_p3), [smem:[#allocation7 + %s9_s0]]",
+    " [smem:[#allocation7 + %s9_s0]] (!%p7_p3)",
+  ],
+)
+def test_a_guard_stands_before_or_behind_an_address(text):
+  """It is no part of the address."""
+  (op,) = schedule_ops.parse_bundle(f" %s1_s0 = sld{text}")
+  assert (op.negated, op.guard, op.otherwise) == (True, "%p7_p3", "")
+  assert op.inputs == (schedule_ops.Pointer("#allocation7", 0), "%s9_s0")
+
+
 @pytest.mark.parametrize(("guard", "wanted"), [("1", 6), ("0", 5), ("8", 6)])
 def test_a_guarded_move_keeps_the_other_value(guard, wanted):
   program = program_of(
