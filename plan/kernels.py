@@ -91,7 +91,7 @@ def _read(
   name = _base(call)
   flops, num_bytes = stated(call)
   seconds, by = flops / chip.peak_flops, "FLOPs" if flops else "nothing"
-  bundles = None
+  bundles, program = None, None
   try:
     program = _schedule(module, where, call, scheduled, folder)
     scalars = _scalars(module, where, call, name)
@@ -102,7 +102,7 @@ def _read(
     runs = []  # no such file, or a loop whose end is data
   unknown = frozenset().union(*(run.unknown for run in runs))
   # A copy of unknown size, or that may not be, is no bundle more.
-  if runs and not unknown & program.branches.keys():
+  if program and runs and not unknown & program.branches.keys():
     bundles = max(run.bundles for run in runs)
     seconds, by = bundles / chip.bundles_per_second, "schedule"
     if not unknown:

@@ -16,7 +16,7 @@ _HOME = pathlib.Path(__file__).resolve().parents[1]
 _HOW = re.compile(
   r"jit\(.*\)|jvp\(\)|transpose\(.*\)|while|body|cond|branch_\d+_fun"
   r"|closed_call|checkpoint|rematted_computation|shard_map|pallas_call"
-  r"|custom_\w+_call|pjit|vmap\(\)|scan"
+  r"|custom_\w+_call|pjit|vmap\(\)|scan|eval_jaxpr"
 )
 # Of a matmul and of a kernel: who calls them says more.
 _WRAPPERS = ("linear.py", "call.py")
@@ -43,7 +43,7 @@ class Scopes:
 
   def __init__(self, module: Module):
     """Reads the tables of source lines, where the program has them."""
-    tables = {}
+    tables, rows = {}, {}
     for line in module.header:
       if line.isalpha():
         rows = tables[line] = {}

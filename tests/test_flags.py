@@ -34,6 +34,7 @@ _FLAGS = {
   "train.report": set(),
   "plan.claims": set(),
   "plan.cost": {"batch", "config", "mfu", "prices", "topology"},
+  "plan.dryrun": {"config", "json", "loop", "topology"},
   "plan.memory": {"config", "json", "loop", "topology"},
   "plan.mesh_search": {
     "config",
