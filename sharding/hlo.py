@@ -72,9 +72,7 @@ class Collective:
     return self.times * KINDS[self.kind](whole, self.group_size)
 
 
-def collectives(
-  hlo: str | Module, mesh: Mesh, *, unknown: int | None = None
-) -> list[Collective]:
+def collectives(hlo: str | Module, mesh: Mesh) -> list[Collective]:
   """Returns all collectives of a compiled program over `mesh`.
 
   Branches of a conditional all count.
@@ -82,14 +80,12 @@ def collectives(
   Args:
     hlo: `compiled.as_text()`, or that taken apart.
     mesh: the devices, in the order of the program's partitions.
-    unknown: iterations of loops whose number is not in the program; None: they
-      must not have any.
 
   Raises:
     ValueError: a collective stands in a loop whose number of iterations is
       not in the program.
   """
-  module = Module(hlo, unknown=unknown) if isinstance(hlo, str) else hlo
+  module = Module(hlo) if isinstance(hlo, str) else hlo
   found = []
   for name, runs in module.runs.items():
     computation = module.computations[name]

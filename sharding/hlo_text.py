@@ -106,14 +106,8 @@ class Module:
     header: the lines before the first computation.
   """
 
-  def __init__(self, hlo: str, *, unknown: int | None = None):
-    """Reads a program.
-
-    Args:
-      hlo: `compiled.as_text()`.
-      unknown: iterations of a loop whose number is not in the program.
-    """
-    self._unknown = unknown
+  def __init__(self, hlo: str):
+    """Reads `compiled.as_text()`."""
     self.computations: dict[str, list[Instruction]] = {}
     self.runs: dict[str, Runs] = {}
     # Computation that a fusion or an asynchronous call runs -> (caller's
@@ -194,7 +188,7 @@ class Module:
       )
     ]
     if len(limits) != 1:
-      return self._unknown
+      return None
     return math.ceil(limits[0] / self._step(loop))
 
   def _step(self, loop: Instruction) -> int:
