@@ -148,10 +148,10 @@ def _storage(found) -> Iterator[str]:
 def _ops(found) -> Iterator[str]:
   rows = found.get("ops", ())
   if rows:
-    yield f"{'most expensive':<34}{'ms a step':>12}{'share':>8}"
+    yield f"{'most expensive':<36}{'ms a step':>12}{'share':>8}"
   whole = found["times"]["estimate"] if rows else 1.0
   for row in rows:
     yield (
-      f"  {row['phase']:<9}{row['name'][-23:]:<23}{row['seconds'] * 1e3:>12.2f}"
+      f"  {row['phase']:<9}{row['name'][-25:]:<25}{row['seconds'] * 1e3:>12.2f}"
       f"{row['seconds'] / whole:>8.1%}  {row['source']}"
     )
