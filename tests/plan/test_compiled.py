@@ -31,6 +31,10 @@ def test_a_child_that_a_signal_ends_is_a_crash(tmp_path):
 
 
 def test_other_ends_of_a_child(tmp_path):
+  found = answer(tmp_path, 1, log="Fine.\nF1201 06:06 7 env.cc:2] no flag x\n")
+  assert found["rejected"].endswith(
+    "(exit code 1): F1201 06:06 7 env.cc:2] no flag x"
+  )
   with pytest.raises(RuntimeError, match="NameError: x"):
     answer(tmp_path, 1, log="Traceback\nNameError: x\n")
   with pytest.raises(ValueError, match="mesh.fsdp"):
@@ -150,8 +154,6 @@ def test_too_much_for_a_chip(tmp_path, capsys):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.slow
-def test_a_machine_that_the_compiler_does_not_have(tmp_path):
-  config = cli.load(f"{dry_runs.write(tmp_path)}:pretrain")
+def test_a_machine_that_the_compiler_does_not_have():
   with pytest.raises(ValueError, match="of v5e there are 1x1, 2x2, 2x4"):
-    dryrun.run(config, "v5e:6x3")
+    compiled.devices(parse("v5e:6x3"), "v5e:6x3")
