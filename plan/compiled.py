@@ -7,7 +7,6 @@ compilation, and its end by a signal is an answer too.
 import json
 import os
 import pathlib
-import pickle
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import tempfile
 import time
 from typing import Any
 
+from configs.typed import from_dict, to_dict
 from pallas_kernels import report_chips, schedule
 from plan.chips import Topology, parse
 from plan.loops import LOOPS
@@ -53,7 +53,8 @@ def compile_step(loop: str, config: Any, topology: str) -> dict:
   """
   with tempfile.TemporaryDirectory(prefix="dryrun") as folder:
     files = pathlib.Path(folder)
-    (files / "request").write_bytes(pickle.dumps((loop, config, topology)))
+    request = {"loop": loop, "config": to_dict(config), "topology": topology}
+    (files / "request").write_text(json.dumps(request))
     # The folder that we are in may have packages of the names of ours.
     path = os.pathsep.join(p for p in sys.path if p)
     flags = schedule.dump_flags(_made(files / "llo"), schedule.PROGRAM_ONLY)
@@ -103,9 +104,11 @@ def _answer(files: pathlib.Path, code: int) -> dict:
 def child(folder: str) -> None:
   """Does what `compile_step` asks for; runs in a process of its own."""
   files = pathlib.Path(folder)
-  request = pickle.loads((files / "request").read_bytes())
+  request = json.loads((files / "request").read_text())
+  loop = request["loop"]
+  config = from_dict(LOOPS[loop].config_class, request["config"])
   try:
-    answer = measure(*request, str(files / "llo"))
+    answer = measure(loop, config, request["topology"], str(files / "llo"))
   except ValueError as error:
     answer = {"refused": str(error)}
   (files / "answer").write_text(json.dumps(answer))
@@ -141,11 +144,22 @@ def measure(loop: str, config: Any, topology: str, llo: str) -> dict:
   except jax.errors.JaxRuntimeError as error:
     return _rejected(str(error))
   seconds = time.perf_counter() - start - lower_seconds
-  return {
+  found = {
     "lower_seconds": lower_seconds,
     "compile_seconds": seconds,
     "memory": memory(compiled),
-  } | read(compiled.as_text(), mesh, machine, llo)
+  }
+  try:
+    text = compiled.as_text()
+  except jax.errors.JaxRuntimeError as error:
+    # jaxlib 0.10 does not read what libtpu writes for v6e.
+    why = str(error).splitlines()[0][:200]
+    raise ValueError(
+      f"--topology={topology!r}: jax {jax.__version__} cannot read the compiled"
+      f" program ({why}); it needs {found['memory']['peak'] / 2**30:.2f} GiB a"
+      " device. Wanted a newer jax, for which Python 3.12 is needed"
+    ) from error
+  return found | read(text, mesh, machine, llo)
 
 
 def devices(machine: Topology, topology: str) -> list:
