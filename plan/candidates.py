@@ -112,7 +112,11 @@ def sizes(mesh: MeshConfig) -> str:
 
 
 def best_of_each(
-  config: PretrainConfig, machine: Topology, *, progress: bool = False
+  config: PretrainConfig,
+  machine: Topology,
+  *,
+  keep: int = 1,
+  progress: bool = False,
 ) -> list[Candidate]:
   """The best way to use each mesh, fastest first.
 
@@ -122,6 +126,7 @@ def best_of_each(
   Args:
     config: the run; its mesh and what is searched of its step are not read.
     machine: the devices.
+    keep: meshes that are wanted; the others need not be tried.
     progress: whether to show a bar.
 
   Raises:
@@ -136,12 +141,12 @@ def best_of_each(
   bounds = [
     _bounds(config, model, machine, mesh) for mesh in bar(every, "bounds")
   ]
-  found, best = [], math.inf
+  found, best = [], [math.inf] * keep
   bounds.sort(key=lambda ways: ways[0].rank)
   for ways in bar(bounds, "memory"):
-    chosen = _fitting(ways, machine, best)
+    chosen = _fitting(ways, machine, best[-1])
     if chosen.fits:
-      best = min(best, chosen.time.likely)
+      best = sorted([*best, chosen.time.likely])[:keep]
     found.append(chosen)
   if all(way.refused is not None for way in found):
     reasons = sorted({str(way.refused) for way in found})

@@ -220,6 +220,12 @@ def memory(compiled: Any) -> dict[str, int]:
   }
 
 
+def need(memory: dict[str, int]) -> int:
+  """Bytes of HBM that a device must have, of what `memory` returns."""
+  apart = ("peak", "host")
+  return sum(size for name, size in memory.items() if name not in apart)
+
+
 def read(text: str, mesh: Any, machine: Topology, llo: str) -> dict:
   """What a program does in its time; see `measure`.
 

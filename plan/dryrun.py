@@ -120,8 +120,7 @@ def _add_compiled(
   if "rejected" in answer:
     return
   memory = found["memory"] | _beside(config, loop, machine)
-  apart = ("peak", "host")
-  need = sum(size for name, size in memory.items() if name not in apart)
+  need = compiled.need(memory)
   found |= {"memory": memory, "need": need, "fits": need <= found["hbm"]}
   _add_rates(found, ("hidden", "estimate", "exposed"))
 

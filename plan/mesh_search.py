@@ -1,19 +1,22 @@
 """Which mesh, ZeRO stage, micro-batch, schedule and rematerialisation?
 
   python -m plan.mesh_search --model=llama3_8b --topology=v5e:4x4 \
-    --global_batch_tokens=131072 [--seq_len=2048] [--show=10] [--json=FILE]
+    --global_batch_tokens=131072 [--seq_len=2048] [--show=10] [--verify=3] \
+    [--json=FILE]
   python -m plan.mesh_search --config=configs/smollm2_135m.py:v5e-8 \
     --topology=v5e:2x4
 
 Every mesh of the machine gets the settings that suit it best, and the reason
-why it lost, by the analytical model (`plan.memory`, `plan.step_time`). Prints
-the winner as code to paste into a config.
+why it lost, by the analytical model (`plan.memory`, `plan.step_time`). The
+best few are then compiled for the TPU, as `plan.dryrun` does (`--verify=0`:
+none), and the fastest of them that fits is printed as code to paste.
 """
 
 import dataclasses
 import json
 import pathlib
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from absl import app, flags
@@ -100,25 +103,31 @@ def code(config: PretrainConfig) -> str:
 
 def run(
   config: PretrainConfig,
-  machine: Topology,
+  topology: str,
   *,
   show: int = 10,
+  verify: int = 0,
   json_path: str | None = None,
 ) -> list:
   """Searches, prints, and returns the candidates, the best first.
 
   Args:
     config: the run; its mesh and what is searched of its step are not read.
-    machine: the devices.
+    topology: of the machine.
     show: meshes to print.
+    verify: of the best, how many to compile.
     json_path: a file for all of them.
 
   Raises:
     ValueError: the run fits on no mesh; says the smallest slice that would do.
+      Or there is no compiler.
   """
   from plan import candidates
 
-  found = candidates.best_of_each(config, machine, progress=True)
+  machine = parse(topology)
+  found = candidates.best_of_each(
+    config, machine, keep=max(verify, 1), progress=True
+  )
   best = found[0]
   if not best.fits:
     raise ValueError(_no_room(config, found, machine))
@@ -140,12 +149,41 @@ def run(
   mfu = best.time.mfu(best.time.likely)
   print(
     f"\nbest: MFU {mfu:.0%} by these bounds, which know of no inefficiency but"
-    f" waiting\n\n{code(best.config)}"
+    " waiting"
   )
+  rows = [_as_json(way, best, machine) for way in found]
+  for way, row in zip(found[:verify], rows, strict=False):
+    if way.fits:
+      row["compiled"] = _verified(way, topology, machine)
+  fitting = [row for row in rows if row.get("compiled", {}).get("fits")]
+  if fitting:
+    chosen = min(fitting, key=lambda row: row["compiled"]["seconds"])
+    found.insert(0, found.pop(rows.index(chosen)))
   if json_path:
-    rows = [_as_json(way, best, machine) for way in found]
     pathlib.Path(json_path).write_text(json.dumps(rows, indent=2) + "\n")
+  if any("compiled" in row for row in rows) and not fitting:
+    print("\nnone of them fits: try more, with --verify")
+  else:
+    print(f"\n{code(found[0].config)}")
   return found
+
+
+def _verified(way, topology: str, machine: Topology) -> dict:
+  """What the TPU's compiler says of a candidate; prints it."""
+  from plan import candidates, compiled
+
+  answer = compiled.compile_step("pretrain", way.config, topology)
+  if "rejected" in answer:
+    print(f"\ncompiled: {way.name}\n{'':18}rejected: {answer['rejected']}")
+    return {"fits": False, "rejected": answer["rejected"]}
+  need, seconds = compiled.need(answer["memory"]), answer["times"]["estimate"]
+  fits = need <= machine.chip.hbm_bytes
+  print(
+    f"\ncompiled: {way.name}\n{seconds:9.3f}{need / candidates.GIB:7.1f}  MFU"
+    f" {way.time.mfu(seconds):.0%}{'' if fits else '; does not fit'}",
+    flush=True,
+  )
+  return {"fits": fits, "need": need, "seconds": seconds}
 
 
 def _as_json(way, best, machine: Topology) -> dict:
@@ -216,11 +254,22 @@ def main(argv) -> None:
   try:
     if not asked.topology:
       raise ValueError("--topology is missing: 'v5e:4x4', 'h100:8', ...")
-    machine = parse(asked.topology)
+    on_tpu = parse(asked.topology).chip.platform == "tpu"
+    verify = asked.verify
+    if verify is None:
+      verify = 3 if on_tpu and find_spec("libtpu") else 0
+    elif verify and not on_tpu:
+      raise ValueError(f"--verify={verify}: GPUs have no compiler here")
     config = run_config(
       asked.model, asked.config, asked.seq_len, asked.global_batch_tokens
     )
-    run(config, machine, show=asked.show, json_path=asked.json)
+    run(
+      config,
+      asked.topology,
+      show=asked.show,
+      verify=verify,
+      json_path=asked.json,
+    )
   except ValueError as error:
     sys.exit(f"error: {error}")
 
@@ -232,5 +281,8 @@ if __name__ == "__main__":
   flags.DEFINE_integer("global_batch_tokens", None, "tokens a step")
   flags.DEFINE_integer("seq_len", None, "tokens a row; at most 4096 else")
   flags.DEFINE_integer("show", 10, "meshes to print")
+  flags.DEFINE_integer(
+    "verify", None, "meshes to compile; 3 where there is a compiler"
+  )
   flags.DEFINE_string("json", None, "a file for all of them")
   app.run(main)

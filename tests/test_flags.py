@@ -44,6 +44,7 @@ _FLAGS = {
     "seq_len",
     "show",
     "topology",
+    "verify",
   },
   "plan.scaling_laws": {"flops", "plot", "runs", "samples"},
   "serve.chat": {

@@ -9,7 +9,7 @@ from flax import nnx
 
 from model.families.llama import smollm2_135m
 from model.transformer import Transformer
-from plan import candidates, chips, mesh_search, meshes
+from plan import candidates, chips, compiled, mesh_search, meshes
 from plan.memory import training
 from plan.step_time import step_time
 from sharding.axes import MeshConfig, Rules
@@ -61,9 +61,8 @@ def test_the_best_of_all_combinations_is_found(topology):
 
 def test_each_mesh_has_its_reason(capsys, tmp_path):
   config = run_config(GQA, rows=4, seq_len=30, precision="bf16")
-  machine = chips.parse("v5e:2x2")
   path = tmp_path / "found.json"
-  found = mesh_search.run(config, machine, show=3, json_path=str(path))
+  found = mesh_search.run(config, "v5e:2x2", show=3, json_path=str(path))
   rows = json.loads(path.read_text())
   assert len(rows) == len(found) == 15
   assert rows[0]["fits"] and rows[0]["likely"] == min(
@@ -86,6 +85,31 @@ def test_each_mesh_has_its_reason(capsys, tmp_path):
   assert chosen["mesh"] == best.mesh and chosen["rules"] == best.rules
   for key in ("zero_stage", "accumulation", "remat", "schedule"):
     assert getattr(chosen["step"], key) == getattr(best.step, key)
+
+
+def test_the_compiler_has_the_last_word(monkeypatch, capsys, tmp_path):
+  """Of three, one does not compile, and the last is the fastest."""
+  config = run_config(GQA, rows=4, seq_len=32, precision="bf16")
+  asked = []
+
+  def compile_step(loop, run, topology):
+    asked.append(run.mesh)
+    if len(asked) == 1:
+      return {"rejected": "compiler crash (signal 6): no word"}
+    memory = {"arguments": 2**30, "temporaries": 2**29, "peak": 2**40}
+    return {"memory": memory, "times": {"estimate": 1.0 / len(asked)}}
+
+  monkeypatch.setattr(compiled, "compile_step", compile_step)
+  path = tmp_path / "found.json"
+  found = mesh_search.run(config, "v5e:2x2", verify=3, json_path=str(path))
+  assert len(asked) == 3 and found[0].config.mesh == asked[2]
+  assert [way.config.mesh for way in found[1:3]] == asked[:2]
+  text = capsys.readouterr().out
+  assert "rejected: compiler crash (signal 6): no word" in text
+  assert text.endswith(f"{mesh_search.code(found[0].config)}\n")
+  rows = [row["compiled"] for row in json.loads(path.read_text())[:3]]
+  assert [row["fits"] for row in rows] == [False, True, True]
+  assert rows[2]["need"] == 2**30 + 2**29
 
 
 def test_a_run_by_name():
@@ -126,10 +150,11 @@ def test_what_is_refused(asked, want):
   ],
 )
 def test_where_it_fits_nowhere_the_smallest_slice_is_named(
-  topology, hbm_bytes, want
+  monkeypatch, topology, hbm_bytes, want
 ):
   rows = chips.parse(topology).num_devices
   config = mesh_search.run_config("smollm2_135m", None, 128, rows * 128)
-  machine = machine_of(topology, hbm_bytes)
+  chip = machine_of(topology, hbm_bytes).chip
+  monkeypatch.setitem(chips.CHIPS, chip.name, chip)
   with pytest.raises(ValueError, match=f"on no mesh of {rows} x.*={want}"):
-    mesh_search.run(config, machine)
+    mesh_search.run(config, topology)
