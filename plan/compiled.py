@@ -4,6 +4,7 @@ The compiler may abort, and with it the process that called it: one child a
 compilation, and its end by a signal is an answer too.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -12,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
-from configs.typed import from_dict, to_dict
 from pallas_kernels import report_chips, schedule
 from plan.chips import Topology, parse
 from plan.loops import LOOPS
@@ -53,7 +54,8 @@ def compile_step(loop: str, config: Any, topology: str) -> dict:
   """
   with tempfile.TemporaryDirectory(prefix="dryrun") as folder:
     files = pathlib.Path(folder)
-    request = {"loop": loop, "config": to_dict(config), "topology": topology}
+    values = dataclasses.asdict(config)
+    request = {"loop": loop, "config": values, "topology": topology}
     (files / "request").write_text(json.dumps(request))
     # The folder that we are in may have packages of the names of ours.
     path = os.pathsep.join(p for p in sys.path if p)
@@ -67,7 +69,10 @@ def compile_step(loop: str, config: Any, topology: str) -> dict:
       "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
       "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}",
     }
-    code = "import sys; from plan import compiled; compiled.child(sys.argv[1])"
+    code = (  # A main, which may use `configs`.
+      "import sys; from configs import cli; from plan import compiled;"
+      " compiled.child(sys.argv[1], cli.from_dict)"
+    )
     with open(files / "log", "w") as log:
       done = subprocess.run(
         [sys.executable, "-P", "-c", code, folder],
@@ -101,8 +106,13 @@ def _answer(files: pathlib.Path, code: int) -> dict:
   raise RuntimeError(f"the child that compiles failed:\n{last}")
 
 
-def child(folder: str) -> None:
-  """Does what `compile_step` asks for; runs in a process of its own."""
+def child(folder: str, from_dict: Callable[[type, dict], Any]) -> None:
+  """Does what `compile_step` asks for; runs in a process of its own.
+
+  Args:
+    folder: with the request; the answer goes there.
+    from_dict: (class, JSON) -> config.
+  """
   files = pathlib.Path(folder)
   request = json.loads((files / "request").read_text())
   loop = request["loop"]

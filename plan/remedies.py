@@ -2,10 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-from configs.typed import override
 from plan.chips import Topology
 from train.run_config import PretrainConfig
 
@@ -70,18 +69,33 @@ def _try(
   found = []
   for settings in _changes(config, machine.num_devices):
     try:
-      run = override(config, settings)
+      run = _with(config, settings)
       needed = training(run, machine.num_devices, machine.chip.platform)
     except ValueError:
       continue  # rows that do not divide, or settings that exclude each other
-    lines = tuple(f"{name}={value}" for name, value in settings.items())
+    lines = tuple(
+      f"{name}={str(value).lower()}" for name, value in settings.items()
+    )
     found.append((Remedy(lines, scale * needed.peak), run))
   return found
 
 
+def _with(config: Any, settings: Mapping[str, Any]) -> Any:
+  """A dataclass with other values at dotted names, all of them at once."""
+  fields: dict[str, dict] = {}
+  for name, value in settings.items():
+    first, _, rest = name.partition(".")
+    fields.setdefault(first, {})[rest] = value
+  values = {
+    first: inner[""] if "" in inner else _with(getattr(config, first), inner)
+    for first, inner in fields.items()
+  }
+  return dataclasses.replace(config, **values)
+
+
 def _changes(
   config: PretrainConfig, num_devices: int
-) -> Iterator[dict[str, str]]:
+) -> Iterator[dict[str, Any]]:
   """Settings, each of which makes something smaller."""
   from plan.held import abstract_mesh
 
@@ -89,19 +103,19 @@ def _changes(
   for remat in _REMAT[_REMAT.index(step.remat) + 1 :]:
     yield {"step.remat": remat}
   for factor in (2, 4, 8):
-    yield {"step.accumulation": str(factor * step.accumulation)}
-  yield {"step.loss_chunk": str(step.loss_chunk // 2)}
+    yield {"step.accumulation": factor * step.accumulation}
+  yield {"step.loss_chunk": step.loss_chunk // 2}
   if step.zero_stage < 3:
-    yield {"step.zero_stage": "3"}
+    yield {"step.zero_stage": 3}
   if not config.optimizer.master_weights:
-    yield {"optimizer.master_weights": "true"}
+    yield {"optimizer.master_weights": True}
   for field in dataclasses.fields(offload):
     if getattr(offload, field.name) is False:
-      yield {f"step.offload.{field.name}": "true"}
+      yield {f"step.offload.{field.name}": True}
   sizes = abstract_mesh(config.mesh, num_devices).shape
   for source, target in (("data", "fsdp"), ("fsdp", "tensor")):
     if sizes[source] % 2 == 0:
       yield {
-        f"mesh.{source}": str(sizes[source] // 2),
-        f"mesh.{target}": str(sizes[target] * 2),
+        f"mesh.{source}": sizes[source] // 2,
+        f"mesh.{target}": sizes[target] * 2,
       }
