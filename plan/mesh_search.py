@@ -47,12 +47,7 @@ def run_config(
   if (model is None) == (config is None):
     raise ValueError("wanted one of --model=llama3_8b and --config=FILE.py")
   if config is not None:
-    found = cli.load(config)
-    if not isinstance(found, PretrainConfig):
-      raise ValueError(
-        f"--config: wanted a PretrainConfig, {config} returned"
-        f" {type(found).__name__}"
-      )
+    found = cli.configure(config, PretrainConfig, {})
   else:
     found = _of_model(model, seq_len)
     if global_batch_tokens is None:

@@ -84,7 +84,7 @@ class StepTime:
     """What takes longer here than in another step, most; and how long here."""
     parts, others = self.parts, other.parts
     over = lambda name: parts[name] - others.get(name, 0.0)
-    name = self.bound if self is other else max(parts, key=over)
+    name = max(parts, key=over)
     return name, parts[name]
 
   def mfu(self, seconds: float) -> float:

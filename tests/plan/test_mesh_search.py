@@ -129,7 +129,7 @@ def test_a_run_by_name():
     (("llama3_8", None, None, 8192), "did you mean one of.*llama3_8b"),
     (("llama3_8b", None), "--global_batch_tokens is missing"),
     (("llama3_8b", None, 1024, 1000), "multiple of the 1024 tokens of a row"),
-    ((None, "configs/sft.py"), "wanted a PretrainConfig"),
+    ((None, "configs/sft.py"), "this command wants a PretrainConfig"),
   ],
 )
 def test_what_is_refused(asked, want):
