@@ -24,9 +24,10 @@ from train.config import StepConfig
 from train.run_config import PretrainConfig
 
 _REMATS: tuple[Remat, ...] = ("none", "dots", "block", "nested")
-# A chip has this much for what no plan counts (a share of its memory): the
-# largest error of `plan.memory` against the compiler, docs/log.md.
-_MARGIN = 0.08
+# Part of a chip's memory for what `plan.memory` does not count: it was up to
+# 9.2 % below the compiler on Llama's layers (docs/log.md). On a small model it
+# was further below: there the compiler must judge.
+_MARGIN = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
