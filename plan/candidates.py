@@ -17,10 +17,9 @@ from model.execution import Remat
 from model.transformer import Transformer
 from plan import meshes
 from plan.chips import Topology
-from plan.memory import GIB, Estimate, training
+from plan.memory import BETWEEN_STEPS, GIB, Estimate, training
 from plan.step_time import StepTime, compute_and_links, step_time
 from sharding.axes import MESH_AXES, MeshConfig
-from train.config import StepConfig
 from train.run_config import PretrainConfig
 
 _REMATS: tuple[Remat, ...] = ("none", "dots", "block", "nested")
@@ -166,12 +165,14 @@ def _bounds(
 ) -> list[Candidate]:
   """Ways on a mesh, by what each needs at least; or one that is refused."""
   ways, refused = [], None
-  for run in _settings(config, mesh):
+  for choice in _choices(config, mesh):
     try:
+      run = _chosen(config, mesh, choice)
       meshes.check(run, model, machine.num_devices)
       time = compute_and_links(run, machine)
     except ValueError as error:
-      refused = refused or Candidate(config=run, refused=str(error))
+      there = dataclasses.replace(config, mesh=mesh)
+      refused = refused or Candidate(config=there, refused=str(error))
     else:
       ways.append(Candidate(config=run, time=time))
   if not ways:
@@ -189,19 +190,22 @@ def _fitting(
     return first
   chip, fitting = machine.chip, None
   plan = lambda way: training(way.config, machine.num_devices, chip.platform)
+  thrifty = {}
+  for way in sorted(ways, key=_thrift):
+    step = way.config.step
+    thrifty[step.schedule, step.accumulation] = way
   smallest = [
     dataclasses.replace(way, memory=plan(way), time=None)
-    for way in ways
-    if _is_small(way.config.step, ways)
+    for way in thrifty.values()
   ]
   nearest = min(smallest, key=lambda way: way.memory.peak)
-  if not _has_room(nearest.memory, machine):
+  if all(_always(way.memory) > _room(machine) for way in smallest):
     return nearest
   for way in ways:
     if way.time.likely >= best:
       break
     planned = plan(way)
-    if _has_room(planned, machine):
+    if planned.peak <= _room(machine):
       time = step_time(way.config, machine, planned)
       way = dataclasses.replace(way, memory=planned, time=time)
       if fitting is None or way.rank < fitting.rank:
@@ -212,53 +216,56 @@ def _fitting(
   )
 
 
-def _is_small(step: StepConfig, ways: list[Candidate]) -> bool:
-  """Whether nothing of a step could be chosen to need less memory."""
-  most = max(way.config.step.accumulation for way in ways)
-  return (step.zero_stage, step.remat, step.accumulation) == (3, "nested", most)
+def _thrift(way: Candidate) -> tuple[int, int]:
+  """Grows with what saves memory, other things being equal."""
+  step = way.config.step
+  return step.zero_stage, _REMATS.index(step.remat)
 
 
-def _has_room(planned: Estimate, machine: Topology) -> bool:
-  return planned.peak <= (1 - _MARGIN) * machine.chip.hbm_bytes
+def _always(planned: Estimate) -> int:
+  """Bytes that no micro-batch and no recomputation would change."""
+  return sum(planned.parts.get(part, 0) for part in BETWEEN_STEPS)
 
 
-def _settings(
-  config: PretrainConfig, mesh: MeshConfig
-) -> Iterator[PretrainConfig]:
-  """Yields a run for each combination on a mesh."""
+def _room(machine: Topology) -> float:
+  return (1 - _MARGIN) * machine.chip.hbm_bytes
+
+
+def _choices(config: PretrainConfig, mesh: MeshConfig) -> Iterator[dict]:
+  """Yields fields of `StepConfig` to try; the last ones need least memory."""
+  replicas = math.prod(getattr(mesh, axis) for axis in config.rules.batch)
+  rows = max(config.data.global_batch_size // replicas, 1)
+  schedules = [("1f1b", 1)]
+  if mesh.pipeline > 1:
+    chunks = max(config.step.virtual_stages, 2)
+    schedules = [("zero_bubble", 1), ("interleaved", chunks), ("1f1b", 1)]
+  for zero in (1, 2, 3) if mesh.fsdp > 1 else (3,):
+    for schedule, virtual_stages in schedules:
+      for accumulation in (n for n in range(1, rows + 1) if rows % n == 0):
+        for remat in _REMATS:
+          yield {
+            "zero_stage": zero,
+            "schedule": schedule,
+            "virtual_stages": virtual_stages,
+            "accumulation": accumulation,
+            "remat": remat,
+          }
+
+
+def _chosen(
+  config: PretrainConfig, mesh: MeshConfig, choice: dict
+) -> PretrainConfig:
+  """The run on a mesh.
+
+  Raises:
+    ValueError: settings that exclude each other.
+  """
   rules = config.rules
   if mesh.context > 1 and rules.embed == ("fsdp",):
     # Whoever shares a sequence shares the weights as well.
     rules = dataclasses.replace(rules, embed=("fsdp", "context"))
-  replicas = math.prod(getattr(mesh, axis) for axis in rules.batch)
-  rows = max(config.data.global_batch_size // replicas, 1)
-  micro = [n for n in range(1, rows + 1) if rows % n == 0]
-  for zero in (1, 2, 3) if mesh.fsdp > 1 else (3,):
-    for how in _schedules(config.step, mesh):
-      for accumulation in micro:
-        if accumulation % mesh.pipeline:
-          continue
-        for remat in _REMATS:
-          step = dataclasses.replace(
-            how, zero_stage=zero, accumulation=accumulation, remat=remat
-          )
-          yield dataclasses.replace(config, mesh=mesh, rules=rules, step=step)
-  if micro[-1] < mesh.pipeline:
-    step = dataclasses.replace(config.step, accumulation=mesh.pipeline)
-    yield dataclasses.replace(config, mesh=mesh, rules=rules, step=step)
-
-
-def _schedules(step: StepConfig, mesh: MeshConfig) -> Iterator[StepConfig]:
-  """Yields the schedules of a pipeline; one where there is none."""
-  if mesh.pipeline == 1:
-    yield dataclasses.replace(step, virtual_stages=1, schedule="1f1b")
-    return
-  for schedule in ("1f1b", "zero_bubble"):
-    yield dataclasses.replace(step, virtual_stages=1, schedule=schedule)
-  virtual = max(step.virtual_stages, 2)
-  yield dataclasses.replace(
-    step, virtual_stages=virtual, schedule="interleaved"
-  )
+  step = dataclasses.replace(config.step, **choice)
+  return dataclasses.replace(config, mesh=mesh, rules=rules, step=step)
 
 
 def fits_somehow(config: PretrainConfig, machine: Topology) -> bool:
@@ -268,12 +275,14 @@ def fits_somehow(config: PretrainConfig, machine: Topology) -> bool:
   every = meshes.every(machine.num_devices, experts=experts)
   # Where most is split comes first.
   for mesh in sorted(every, key=lambda mesh: -mesh.fsdp * mesh.tensor):
-    *_, smallest = _settings(config, mesh)
-    try:
-      meshes.check(smallest, model, machine.num_devices)
-    except ValueError:
-      continue
-    planned = training(smallest, machine.num_devices, machine.chip.platform)
-    if _has_room(planned, machine):
-      return True
+    for choice in reversed([*_choices(config, mesh)]):
+      try:
+        smallest = _chosen(config, mesh, choice)
+        meshes.check(smallest, model, machine.num_devices)
+      except ValueError:
+        continue
+      planned = training(smallest, machine.num_devices, machine.chip.platform)
+      if planned.peak <= _room(machine):
+        return True
+      break
   return False

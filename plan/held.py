@@ -6,12 +6,12 @@ Shapes, dtypes and places are those of the training loop's own state.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from model.config import ModelConfig
 from model.precision import Precision
@@ -45,12 +45,47 @@ class Held:
     rules: logical dim -> mesh axes.
     state: shapes, dtypes and shardings.
     layout: of the layers on a mesh with a pipeline.
+    zero_stage: what of the state is split.
   """
 
   mesh: AbstractMesh
   rules: Rules
   state: TrainState
   layout: Layout | None
+  zero_stage: int
+
+  @functools.cached_property
+  def weights(self) -> list["Weight"]:
+    """The weights of the model, in the order of its leaves."""
+    model, stage = self.state.model, self.zero_stage
+    rules = (
+      zero.parameter_rules(self.rules, stage),
+      zero.gradient_rules(self.rules, stage),
+      self.rules,
+    )
+    places = (
+      jax.tree.leaves(tree_shardings(model, self.mesh, one)) for one in rules
+    )
+    leaves = zip(jax.tree.leaves(model), stacked(model), *places, strict=True)
+    return [Weight(*leaf) for leaf in leaves]
+
+
+class Weight(NamedTuple):
+  """A weight: where it is kept, summed and updated.
+
+  Attributes:
+    leaf: an abstract array.
+    layers: whether it stacks layers.
+    kept: its sharding between steps.
+    summed: its gradient's, while micro-batches add to it.
+    updated: the sharding of its optimizer state.
+  """
+
+  leaf: jax.ShapeDtypeStruct
+  layers: bool
+  kept: NamedSharding
+  summed: NamedSharding
+  updated: NamedSharding
 
 
 def abstract_mesh(config: MeshConfig, num_devices: int) -> AbstractMesh:
@@ -121,7 +156,8 @@ def _hold(
     seq_len=seq_len,
     virtual_stages=virtual_stages,
   )
-  return Held(mesh, rules, abstract_arranged(state, layout, **where), layout)
+  state = abstract_arranged(state, layout, **where)
+  return Held(mesh, rules, state, layout, zero_stage)
 
 
 def gradients(held: Held, step: StepConfig) -> nnx.Module:

@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections import defaultdict
 
-import jax
 import jax.numpy as jnp
 
 from model.config import ModelConfig
@@ -17,8 +16,6 @@ from model.execution import Remat
 from model.precision import resolve
 from plan import activations, held
 from sharding import collectives as costs
-from sharding import zero
-from sharding.rules import stacked, tree_shardings
 from train.pipeline import Stages, make_stages
 from train.run_config import PretrainConfig
 
@@ -141,29 +138,27 @@ def _weights(
   tokens, where it is kept, where micro-batches add up its gradient, and where
   it is updated: what differs travels.
   """
-  step, rules, model = config.step, config.rules, here.state.model
+  step, rules = config.step, config.rules
   tokens_split = tuple(dict.fromkeys((*rules.batch, *rules.seq)))
   micro = step.accumulation
   alone = micro == 1 and here.layout is None
-  of_sums = rules if alone else zero.gradient_rules(rules, step.zero_stage)
-  of_kept = zero.parameter_rules(rules, step.zero_stage)
-  places = [
-    jax.tree.leaves(tree_shardings(model, here.mesh, of))
-    for of in (of_kept, of_sums, rules)
-  ]
   vocab = config.model.vocab_size, config.model.embed_dim
-  for leaf, layers, *at in zip(
-    jax.tree.leaves(model), stacked(model), *places, strict=True
-  ):
+  for weight in here.weights:
+    leaf, layers = weight.leaf, weight.layers
     used = [
       {a for e in p.spec for a in ((e,) if isinstance(e, str) else e or ())}
-      for p in at
+      for p in (
+        weight.kept,
+        weight.updated if alone else weight.summed,
+        weight.updated,
+      )
     ]
     # Tokens travel to their experts, and to the table of embeddings.
     stays = {"expert"} if "expert" in used[2] else set()
     axes = [a for a in tokens_split if a not in stays]
     kept, summed, updated = ([a for a in axes if a in u] for u in used)
-    size = math.prod(at[2].shard_shape(leaf.shape)) * sender.parts(updated)
+    size = math.prod(weight.updated.shard_shape(leaf.shape))
+    size *= sender.parts(updated)
     looked_up = leaf.shape == vocab and not config.model.tied
     whole = size * leaf.dtype.itemsize
     if not looked_up:

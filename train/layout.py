@@ -6,6 +6,7 @@ checkpoints above all, knows the order of the model alone. In an empty place
 stands 0, which no update changes, so norms do not notice it.
 """
 
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -51,9 +52,16 @@ def make_layout(
     )
   if P == 1:
     return None
-  costs, ends = _costs(config, seq_len, virtual_stages)
-  counts = split_layers(costs, P * virtual_stages, ends)
-  return Layout(num_stages=P, num_chunks=virtual_stages, counts=counts)
+  return _layout(config, P, seq_len, virtual_stages)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(
+  config: ModelConfig, num_stages: int, seq_len: int, num_chunks: int
+) -> Layout:
+  costs, ends = _costs(config, seq_len, num_chunks)
+  counts = split_layers(costs, num_stages * num_chunks, ends)
+  return Layout(num_stages=num_stages, num_chunks=num_chunks, counts=counts)
 
 
 def imbalance(layout: Layout, config: ModelConfig, seq_len: int) -> float:
