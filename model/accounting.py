@@ -75,7 +75,7 @@ def hardware_flops_per_token(
   scores in its backward pass: half its forward pass. On top of it comes
 
     "none"     nothing
-    "dots"     attention: it is no matmul whose result is kept
+    "dots"     nothing
     "block"    all layers, where `remat_every` is 1 but for projections that
                are only added to the layer's output
     "nested"   all layers for the inputs of each, then again as "block"
@@ -104,7 +104,7 @@ def hardware_flops_per_token(
   last = sum(2 * _sizes(config).get(f"layers.{path}.w", 0) for path in added)
   again = {
     "none": 0,
-    "dots": attention,
+    "dots": 0,
     "block": layers - (last if remat_every == 1 else 0),
     "nested": 2 * layers - last,
   }[remat]

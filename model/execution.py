@@ -27,8 +27,8 @@ class Execution:
       "all_gather" (`pallas_kernels/ring_attention`) or "ulysses".
     experts: implementation of `grouped_matmul`.
     remat: what the backward pass recomputes. "none": nothing; "dots": all
-      but matmul results; "block": all but the inputs of every
-      `remat_every`-th block; "nested": a scan of scans, both recomputed,
+      but what matmuls and attention put out; "block": all but the inputs of
+      every `remat_every`-th block; "nested": a scan of scans, both recomputed,
       which keeps O(sqrt L) block inputs (arXiv:1604.06174).
     remat_every: blocks between two kept inputs, for "block".
     offload_activations: whether what "block" or "dots" keeps waits in host

@@ -7,8 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from model import linear
 from model.execution import Execution
-from model.linear import SAVED_NAME
+from pallas_kernels.flash_attention import attend
+
+# What "dots" keeps.
+_SAVED = linear.SAVED_NAME, attend.SAVED_NAME
 
 
 def scan_layers(step, carry, layers, num_layers: int, execution: Execution):
@@ -39,7 +43,7 @@ def scan_layers(step, carry, layers, num_layers: int, execution: Execution):
   if remat == "none":
     return run(step, carry, layers)
   if remat == "dots":
-    names = jax.checkpoint_policies.save_only_these_names(SAVED_NAME)
+    names = jax.checkpoint_policies.save_only_these_names(*_SAVED)
     return run(checkpoint(step, policy=names), carry, layers)
   if remat == "block" and execution.remat_every == 1:
     return run(checkpoint(step), carry, layers)
@@ -80,16 +84,16 @@ def _offloaded(step, execution: Execution, checkpoint: Callable) -> Callable:
       f" remat='dots'; got remat={execution.remat!r}, remat_every="
       f"{execution.remat_every}"
     )
-  kept = SAVED_NAME if execution.remat == "dots" else "layer_input"
+  kept = _SAVED if execution.remat == "dots" else ("layer_input",)
 
   def named(carry, layer):
     if execution.remat == "block":
-      carry = jax.tree.map(lambda x: checkpoint_name(x, kept), carry)
+      carry = jax.tree.map(lambda x: checkpoint_name(x, *kept), carry)
     return step(carry, layer)
 
   policy = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
-    names_which_can_be_offloaded=[kept],
+    names_which_can_be_offloaded=kept,
     offload_src="device",
     offload_dst="pinned_host",
   )

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_kernels import report_chips, schedule
@@ -37,13 +37,19 @@ _RENTED = {
 }
 
 
-def compile_step(loop: str, config: Any, topology: str) -> dict:
+def compile_step(
+  loop: str,
+  config: Any,
+  topology: str,
+  options: Mapping[str, str] | None = None,
+) -> dict:
   """Compiles and reads the step of a run.
 
   Args:
     loop: of `LOOPS`.
     config: of the run.
     topology: of TPUs, see `plan.chips.parse`.
+    options: of the compiler, beside those that the loop sets.
 
   Returns:
     What `measure` returns; or {"rejected": why}, with "fits", "need" and
@@ -56,6 +62,7 @@ def compile_step(loop: str, config: Any, topology: str) -> dict:
     files = pathlib.Path(folder)
     values = dataclasses.asdict(config)
     request = {"loop": loop, "config": values, "topology": topology}
+    request["options"] = dict(options or {})
     (files / "request").write_text(json.dumps(request))
     # The folder that we are in may have packages of the names of ours.
     path = os.pathsep.join(p for p in sys.path if p)
@@ -118,13 +125,25 @@ def child(folder: str, from_dict: Callable[[type, dict], Any]) -> None:
   loop = request["loop"]
   config = from_dict(LOOPS[loop].config_class, request["config"])
   try:
-    answer = measure(loop, config, request["topology"], str(files / "llo"))
+    answer = measure(
+      loop,
+      config,
+      request["topology"],
+      str(files / "llo"),
+      request["options"],
+    )
   except ValueError as error:
     answer = {"refused": str(error)}
   (files / "answer").write_text(json.dumps(answer))
 
 
-def measure(loop: str, config: Any, topology: str, llo: str) -> dict:
+def measure(
+  loop: str,
+  config: Any,
+  topology: str,
+  llo: str,
+  options: Mapping[str, str],
+) -> dict:
   """Compiles a step and reads what the compiler says of it.
 
   Args:
@@ -132,6 +151,7 @@ def measure(loop: str, config: Any, topology: str, llo: str) -> dict:
     config: of the run.
     topology: of TPUs.
     llo: folder that `schedule.dump_flags` named.
+    options: of the compiler.
 
   Returns:
     "compile_seconds", "memory": bytes of a device by part, "times": seconds,
@@ -150,7 +170,7 @@ def measure(loop: str, config: Any, topology: str, llo: str) -> dict:
   lowered = found.program(config, found.model(config), mesh).lower()
   lower_seconds = time.perf_counter() - start
   try:
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=dict(options) or None)
   except jax.errors.JaxRuntimeError as error:
     return _rejected(str(error))
   seconds = time.perf_counter() - start - lower_seconds

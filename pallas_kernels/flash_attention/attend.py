@@ -17,8 +17,20 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.flash_attention.options import Options, Rows
+
+# By which a rematerialisation policy can keep output and logsumexp.
+SAVED_NAME = "attention"
+
+
+def saved(out_BTNH: jax.Array, lse_BTN: jax.Array):
+  """What the backward pass would have to attend again for, with a name."""
+  return (
+    checkpoint_name(out_BTNH, SAVED_NAME),
+    checkpoint_name(lse_BTN, SAVED_NAME),
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -54,12 +66,12 @@ def attend(
 def _attend_fwd(impl, options, offset, q, k, v, *known):
   dtypes = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), (q, k, v))
   q, k, v = (impl.laid(options, x) for x in (q, k, v))
-  out, lse = impl.values(options, offset, q, k, v, *known)
+  out, lse = saved(*impl.values(options, offset, q, k, v, *known))
   return (out, lse), (q, k, v, known, out, lse, dtypes)
 
 
-def _attend_bwd(impl, options, offset, saved, cotangents):
-  q, k, v, known, out, lse, dtypes = saved
+def _attend_bwd(impl, options, offset, residuals, cotangents):
+  q, k, v, known, out, lse, dtypes = residuals
   g, delta = laid_cotangents(impl, options, out, *cotangents)
   dtype = jnp.result_type(*dtypes).name
   grads = impl.gradients(options, offset, q, k, v, g, lse, delta, *known, dtype)

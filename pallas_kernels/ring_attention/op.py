@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import impls
 from pallas_kernels.flash_attention import tpu, xla
-from pallas_kernels.flash_attention.attend import laid_cotangents
+from pallas_kernels.flash_attention.attend import laid_cotangents, saved
 from pallas_kernels.flash_attention.epilogue import with_sinks, without_padding
 from pallas_kernels.flash_attention.options import (
   LEAST,
@@ -177,11 +177,12 @@ def _attend_fwd(how, q, k, v, rows, words):
     carry, _ = jax.lax.scan(step, (nothing, keys), length=num_steps)
     sums, keys = carry
     out, lse = _merged(sums, values(keys))
+  out, lse = saved(out, lse)
   return (out, lse), (q, k, v, rows, words, out, lse, dtypes)
 
 
-def _attend_bwd(how, saved, cotangents):
-  q, k, v, rows, words, out, lse, dtypes = saved
+def _attend_bwd(how, residuals, cotangents):
+  q, k, v, rows, words, out, lse, dtypes = residuals
   impl, options = how.impl, how.options
   g, delta = laid_cotangents(impl, options, out, *cotangents)
 
