@@ -1,129 +1,86 @@
 """Which mesh for an 8B model, by the TPU's own compiler, without a TPU.
 
   python -m benchmarks.meshes --topology v5e:4x4 --mesh fsdp fsdp-tensor
+  python -m benchmarks.meshes --topology v5e:4x4 --mesh fsdp-tensor \
+    --options xla_enable_async_all_gather=true A=1,B=2
 
 Compiles the production step of a decoder shaped like Llama-3-8B (bf16, AdamW,
-blocks rematerialised, Pallas kernels) for each mesh, in a process of its own,
-and prints a JSON object a line:
+Pallas kernels) for each mesh, alone and with each set of the compiler's
+options, and prints a JSON object a line:
 
-- `hbm_gib`: the peak of a device; `refused` is what the compiler said else;
+- `need_gib`: all that a device must hold; `rejected` is what was said else;
 - `sent_mib`: what a device sends in a step, by the mesh axes it crosses;
-- `overlapped`: the share of these bytes with other work scheduled between
-  their start and their end;
-- `hidden`: the share of their seconds on the links, counted as hidden as long
-  as the work between start and end takes by the compiler's estimate. A link
-  that several collectives share, or work that several count, is not modelled;
+- `hidden`: the share of its time on the links that passes beside other work,
+  as `plan/cycles.py` reads the schedule;
+- `seconds`: of a step, with all communication hidden, as it is scheduled, and
+  with none hidden; `faster`: as scheduled, without the options over with them.
 """
 
 import argparse
-import collections
 import json
-import pathlib
-import subprocess
-import sys
 import time
+
+from data.config import DataConfig
+from model.families.llama import llama3_8b
+from plan import compiled
+from plan.chips import parse
+from sharding.axes import MeshConfig, Rules
+from train.config import StepConfig
+from train.run_config import PretrainConfig
 
 MESHES = {
   "data": dict(data=-1),
   "fsdp": dict(fsdp=-1),
+  "data-fsdp": dict(data=4, fsdp=-1),
   "fsdp-tensor": dict(fsdp=-1, tensor=4),
   "fsdp-context": dict(fsdp=-1, context=4),
   "pipeline-tensor": dict(pipeline=-1, tensor=4),
 }
 
 
-def build(topology: str, name: str, length: int, rows: int, layers: int):
-  """Lowers the step of `train.pretrain`; returns it and its mesh."""
-  from data.config import DataConfig
-  from model.config import ModelConfig, Rope
-  from pallas_kernels.aot import topology_devices
-  from sharding.axes import MeshConfig, Rules
-  from sharding.mesh import make_mesh
-  from train import pretrain
-  from train.config import StepConfig
-  from train.run_config import PretrainConfig
-
-  model = ModelConfig(
-    vocab_size=128256,
-    num_layers=layers,
-    embed_dim=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    mlp_dim=14336,
-    max_positions=8192,
-    rope=Rope(theta=5e5),
-  )
-  devices = topology_devices(topology)
-  mesh_config = MeshConfig(**{"fsdp": 1} | MESHES[name])
-  mesh = make_mesh(mesh_config, devices=devices)
+def run(arguments: argparse.Namespace, name: str) -> PretrainConfig:
+  """The run on one of the meshes, of `arguments.rows` a device."""
+  devices = parse(arguments.topology).num_devices
+  mesh = MeshConfig(**{"fsdp": 1} | MESHES[name])
   # A pipeline takes the rows of a device one after the other.
-  stages = mesh.shape["pipeline"]
-  config = PretrainConfig(
-    model=model,
+  stages = devices // 4 if mesh.pipeline == -1 else 1
+  micro = arguments.rows * stages if stages > 1 else 1
+  return PretrainConfig(
+    model=llama3_8b(),
     data=DataConfig(
       sources=(),
       tokenizer="",
-      seq_len=length,
-      global_batch_size=rows * len(devices),
+      seq_len=arguments.length,
+      global_batch_size=arguments.rows * devices,
     ),
     num_steps=1000,
-    mesh=mesh_config,
+    mesh=mesh,
     # Whoever shares a sequence shares the weights as well.
     rules=Rules(embed=("fsdp", "context")),
-    step=StepConfig(
-      remat="block", accumulation=rows * stages if stages > 1 else 1
-    ),
+    step=StepConfig(remat=arguments.remat, accumulation=micro),
   )
-  return pretrain.program(config, mesh).lower(), mesh
 
 
-def measure(arguments: argparse.Namespace, name: str) -> dict:
-  """Compiles the step for one mesh."""
-  from pallas_kernels import report_chips
-  from plan.chips import CHIPS
-  from sharding import hlo
-
+def measure(config: PretrainConfig, topology: str, options: str) -> dict:
+  """Compiles a step; `options` are NAME=VALUE, with commas between."""
   start = time.perf_counter()
-  sizes = (arguments.length, arguments.rows, arguments.layers)
-  lowered, mesh = build(arguments.topology, name, *sizes)
-  found = {
-    "topology": arguments.topology,
-    "mesh": {axis: n for axis, n in mesh.shape.items() if n > 1},
-    "options": arguments.options,
-  }
-  options = dict(option.split("=") for option in arguments.options)
-  try:
-    compiled = lowered.compile(compiler_options=options or None)
-  except Exception as error:  # out of memory, or an option it does not take
-    return found | {"refused": str(error).splitlines()[0][:300]}
-  text = compiled.as_text()
-  if arguments.dump:
-    pathlib.Path(arguments.dump).write_text(text)
-  chip = report_chips.chip_of(arguments.topology)
-  clock = report_chips.CHIPS[chip].bundles_per_second
-  # Over all links of a chip, whichever a collective takes.
-  rate = CHIPS[chip].fast_bytes_per_second
-  totals = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
-  for op in hlo.collectives(text, mesh):
-    seconds = op.bytes_sent / op.times / rate if op.times else 0.0
-    hidden = min(seconds, op.hidden_cycles / clock)
-    total = totals[" ".join(sorted(op.axes)) or "none"]
-    total[0] += op.bytes_sent
-    total[1] += op.bytes_sent * op.asynchronous
-    total[2] += hidden * op.times * rate
-  share = lambda i: {
-    axes: round(total[i] / total[0], 2) if total[0] else 0.0
-    for axes, total in totals.items()
-  }
-  memory = compiled.memory_analysis()
-  return found | {
-    "compile_seconds": round(time.perf_counter() - start, 1),
-    "hbm_gib": round(memory.peak_memory_in_bytes / 2**30, 2),
-    "sent_mib": {axes: round(t[0] / 2**20) for axes, t in totals.items()},
-    "overlapped": share(1),
-    "hidden": share(2),
-    "collectives": hlo.summary(hlo.collectives(text, mesh)),
+  asked = dict(one.split("=", 1) for one in options.split(",") if one)
+  found = compiled.compile_step("pretrain", config, topology, asked)
+  if "rejected" in found:
+    return {"rejected": found["rejected"]}
+  # Waiting for a link that others use counts, so it may be longer.
+  share = lambda op: max(0.0, 1 - op["waited"] / (op["seconds"] or 1.0))
+  links = found["collectives"]
+  times = ("hidden", "estimate", "exposed")
+  return {
+    "wall_seconds": round(time.perf_counter() - start, 1),
+    "compile_seconds": round(found["compile_seconds"], 1),
+    "need_gib": round(compiled.need(found["memory"]) / 2**30, 2),
+    "sent_mib": {
+      axes: round(op["bytes"] / 2**20) for axes, op in links.items()
+    },
+    "hidden": {axes: round(share(op), 2) for axes, op in links.items()},
+    "seconds": {name: round(found["times"][name], 4) for name in times},
   }
 
 
@@ -135,23 +92,21 @@ def main():
   parser.add_argument("--mesh", nargs="+", choices=MESHES, default=[*MESHES])
   parser.add_argument("--length", type=int, default=2048)
   parser.add_argument("--rows", type=int, default=1, help="a device")
-  parser.add_argument("--layers", type=int, default=32)
-  parser.add_argument(
-    "--options", nargs="*", default=[], help="NAME=VALUE of the compiler"
-  )
-  parser.add_argument("--dump", help="a file for the program of one mesh")
+  parser.add_argument("--remat", default="block")
+  parser.add_argument("--options", nargs="*", default=[], help="sets of them")
   arguments = parser.parse_args()
-  if len(arguments.mesh) == 1:
-    print(json.dumps(measure(arguments, arguments.mesh[0])), flush=True)
-    return
-  for name in arguments.mesh:  # The compiler may abort.
-    again = [a for a in sys.argv[1:] if a not in (*arguments.mesh, "--mesh")]
-    command = [sys.executable, "-m", "benchmarks.meshes", *again]
-    done = subprocess.run(
-      [*command, "--mesh", name], capture_output=True, text=True
-    )
-    print(done.stdout.strip() or json.dumps({name: done.stderr[-300:]}))
-    sys.stdout.flush()
+  for name in arguments.mesh:
+    plain = None
+    for options in ("", *arguments.options):
+      row = {"topology": arguments.topology, "mesh": name, "options": options}
+      try:
+        row |= measure(run(arguments, name), arguments.topology, options)
+      except (RuntimeError, ValueError) as error:
+        row["refused"] = str(error)[-300:]
+      if "seconds" in row:
+        plain = plain or row["seconds"]["estimate"]
+        row["faster"] = round(plain / row["seconds"]["estimate"], 4)
+      print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """A loop's step before there is a machine: does it fit, how long does it take.
 
   python -m plan.dryrun --config=configs/smollm2_135m.py:v5e-8 \
-    --topology=v5e:2x4 [--loop=pretrain|sft|dpo] [--json=FILE]
+    --topology=v5e:2x4 [--loop=pretrain|sft|dpo|generate] [--json=FILE]
 
 For TPUs the very step that the loop would run is lowered and compiled by their
 own compiler (`pip install "onemesh[plan]"`), without a TPU. Its memory is the
 compiler's; its time is that of its schedule (`plan/cycles.py`). For GPUs both
 are computed from the run's settings (`plan/memory.py`, `plan/step_time.py`).
+"generate" is one token for each row of the batch (`plan/generation.py`).
 """
 
 import json
@@ -52,13 +53,18 @@ def run(
       f"--topology={topology!r} wants the TPU's compiler, libtpu, which is not"
       ' installed: pip install "onemesh[plan]" (Linux on x86-64)'
     )
+  if not on_tpu and not LOOPS[loop].trains:
+    raise ValueError(
+      f"--loop={loop} is compiled, which TPUs alone can be here; got"
+      f" --topology={topology!r}. Its memory: python -m plan.memory"
+    )
   found = _found(config, topology, loop, machine)
   if on_tpu:
     print("compiling, which may take minutes ...", file=sys.stderr, flush=True)
     _add_compiled(found, config, loop, machine, topology)
   else:
     _add_estimated(found, config, loop, machine)
-  if not found.get("fits", True):
+  if not found.get("fits", True) and LOOPS[loop].trains:
     _add_remedies(found, config, loop, machine)
   print(dryrun_table.table(found))
   if json_path:
@@ -68,20 +74,31 @@ def run(
 
 def _found(config: Any, topology: str, loop: str, machine: Topology) -> dict:
   """What is counted, and not compiled."""
-  from plan import held, step_time
+  from plan import generation, held, step_time
 
   run = _as_pretraining(config, loop)
-  here = held.hold(run, machine.num_devices)
-  done = step_time.work(run, machine.num_devices)
-  checkpoint = getattr(config, "checkpoint", None)
-  return {
+  mesh = held.abstract_mesh(run.mesh, machine.num_devices)
+  where = {
     "topology": topology,
     "loop": loop,
     "chip": machine.chip.name,
     "num_devices": machine.num_devices,
-    "mesh": {axis: n for axis, n in here.mesh.shape.items() if n > 1},
+    "mesh": {axis: n for axis, n in mesh.shape.items() if n > 1},
     "hbm": machine.chip.hbm_bytes,
     "peak_flops": machine.chip.flops["bfloat16"],
+  }
+  if not LOOPS[loop].trains:
+    tokens, flops = generation.work(run, machine.num_devices)
+    return where | {
+      "tokens": tokens,
+      "model_flops": flops,
+      "recomputed_flops": 0.0,
+      "hardware_flops": flops,
+    }
+  here = held.hold(run, machine.num_devices)
+  done = step_time.work(run, machine.num_devices)
+  checkpoint = getattr(config, "checkpoint", None)
+  return where | {
     "tokens": done.tokens,
     "model_flops": done.model_flops,
     "recomputed_flops": done.hardware_flops - done.model_flops,

@@ -98,7 +98,9 @@ def _collectives(found) -> Iterator[str]:
   for axes, row in rows.items():
     milliseconds = f"{row['seconds'] * 1e3:>12.2f}"
     if compiled:
-      hidden = 1 - row["waited"] / row["seconds"] if row["seconds"] else 0.0
+      # Waiting for a link that others use counts, so it may be longer.
+      waited = min(1.0, row["waited"] / row["seconds"]) if row["seconds"] else 1
+      hidden = 1 - waited
       yield (
         f"  {axes:<32}{row['calls']:>8}{row['bytes'] / _GIB:>12.3f}"
         f"{milliseconds}{hidden:>8.0%}"
@@ -129,6 +131,8 @@ def _times(found) -> Iterator[str]:
 
 
 def _storage(found) -> Iterator[str]:
+  if "checkpoint_bytes" not in found:
+    return
   data, state = found["data_bytes"], found["checkpoint_bytes"]
   yield f"{'storage, all devices':<34}"
   yield f"  {'tokens read a step, MiB':<32}{data / 2**20:>12.3f}"

@@ -1,4 +1,4 @@
-"""The training loops whose step can be compiled without a run: one table.
+"""The loops whose step can be compiled without a run: one table.
 
 A loop's module has `program(config, mesh)`, or `program(config, model, mesh)`
 where the model is that of `config.init_from`. Imports no JAX.
@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-  """A training loop.
+  """A loop.
 
   Attributes:
     config_class: of its runs.
     module: that has `program`.
     rows: of a batch, an example.
+    trains: whether it has a state that changes.
   """
 
   config_class: type
   module: str
   rows: int = 1
+  trains: bool = True
 
   def model(self, config: Any) -> ModelConfig:
     """The shape of a run's model; no weights are read.
@@ -89,4 +91,5 @@ LOOPS = {
   "pretrain": Loop(PretrainConfig, "train.pretrain"),
   "sft": Loop(SFTConfig, "train.sft"),
   "dpo": Loop(DPOConfig, "align.dpo", rows=2),
+  "generate": Loop(PretrainConfig, "plan.generation", trains=False),
 }

@@ -106,8 +106,14 @@ class Module:
     header: the lines before the first computation.
   """
 
-  def __init__(self, hlo: str):
-    """Reads `compiled.as_text()`."""
+  def __init__(self, hlo: str, *, unknown_trips: int | None = None):
+    """Reads `compiled.as_text()`.
+
+    Args:
+      hlo: the text.
+      unknown_trips: iterations of loops that the program itself ends.
+    """
+    self._unknown_trips = unknown_trips
     self.computations: dict[str, list[Instruction]] = {}
     self.runs: dict[str, Runs] = {}
     # Computation that a fusion or an asynchronous call runs -> (caller's
@@ -170,7 +176,9 @@ class Module:
           self._visit(called, inner)
 
   def trips(self, loop: Instruction) -> int | None:
-    """Iterations of a loop that counts up from 0 to a constant; None: unknown.
+    """Iterations of a loop that counts up from 0 to a constant.
+
+    Of others `unknown_trips`; None: not known.
 
     JAX's loops count by one. XLA's own, in which parts of a matmul's operand
     go round while others are multiplied, count by as much as they unroll.
@@ -188,7 +196,7 @@ class Module:
       )
     ]
     if len(limits) != 1:
-      return None
+      return self._unknown_trips
     return math.ceil(limits[0] / self._step(loop))
 
   def _step(self, loop: Instruction) -> int:
