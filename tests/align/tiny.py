@@ -10,7 +10,13 @@ from data import tokenizer as tokenizer_lib
 from model.config import ModelConfig, Rope
 from model.transformer import Transformer
 from sharding.axes import MeshConfig
-from train.config import CheckpointConfig, MonitorConfig, ScheduleConfig
+from train.config import (
+  CheckpointConfig,
+  MonitorConfig,
+  OptimizerConfig,
+  ScheduleConfig,
+  StepConfig,
+)
 
 VOCAB = 320
 MODEL = ModelConfig(
@@ -75,6 +81,10 @@ def config(folder: pathlib.Path, **changes) -> DPOConfig:
     "num_steps": 6,
     "mesh": MeshConfig(data=2, fsdp=1),
     "schedule": ScheduleConfig(kind="constant", peak=1e-2, warmup_steps=0),
+    # What is compared is float32, and with eps 1e-8 AdamW makes steps of the
+    # rounding of gradients near 0.
+    "step": StepConfig(precision="float32"),
+    "optimizer": OptimizerConfig(eps=1e-4),
     "checkpoint": CheckpointConfig(every=3),
     "monitor": MonitorConfig(log_every=1, eval_every=3, tensorboard=False),
   }
