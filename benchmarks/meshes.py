@@ -25,6 +25,7 @@ from model.families.llama import llama3_8b
 from plan import compiled
 from plan.chips import parse
 from sharding.axes import MeshConfig, Rules
+from sharding.mesh import axis_sizes
 from train.config import StepConfig
 from train.run_config import PretrainConfig
 
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace, name: str) -> PretrainConfig:
   devices = parse(arguments.topology).num_devices
   mesh = MeshConfig(**{"fsdp": 1} | MESHES[name])
   # A pipeline takes the rows of a device one after the other.
-  stages = devices // 4 if mesh.pipeline == -1 else 1
+  stages = axis_sizes(mesh, devices)["pipeline"]
   micro = arguments.rows * stages if stages > 1 else 1
   return PretrainConfig(
     model=llama3_8b(),
@@ -68,8 +69,6 @@ def measure(config: PretrainConfig, topology: str, options: str) -> dict:
   found = compiled.compile_step("pretrain", config, topology, asked)
   if "rejected" in found:
     return {"rejected": found["rejected"]}
-  # Waiting for a link that others use counts, so it may be longer.
-  share = lambda op: max(0.0, 1 - op["waited"] / (op["seconds"] or 1.0))
   links = found["collectives"]
   times = ("hidden", "estimate", "exposed")
   return {
@@ -79,7 +78,7 @@ def measure(config: PretrainConfig, topology: str, options: str) -> dict:
     "sent_mib": {
       axes: round(op["bytes"] / 2**20) for axes, op in links.items()
     },
-    "hidden": {axes: round(share(op), 2) for axes, op in links.items()},
+    "hidden": {axes: round(op["hidden"], 2) for axes, op in links.items()},
     "seconds": {name: round(found["times"][name], 4) for name in times},
   }
 

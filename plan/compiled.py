@@ -307,6 +307,7 @@ def read(module: Module, mesh: Any, machine: Topology, llo: str) -> dict:
         "bytes": num_bytes,
         "seconds": line.sent[axes],
         "waited": line.waits[axes],
+        "hidden": _hidden(line.waits[axes], line.sent[axes]),
       }
       for axes, (count, num_bytes) in sent.items()
     },
@@ -318,3 +319,9 @@ def read(module: Module, mesh: Any, machine: Topology, llo: str) -> dict:
       for scope, seconds in line.ops.most_common(10)
     ],
   }
+
+
+def _hidden(waited: float, seconds: float) -> float:
+  """The part of a collective's time that passes beside other work."""
+  # Waiting for a link that others use counts, so it may be longer.
+  return max(0.0, 1 - waited / seconds) if seconds else 0.0

@@ -98,12 +98,9 @@ def _collectives(found) -> Iterator[str]:
   for axes, row in rows.items():
     milliseconds = f"{row['seconds'] * 1e3:>12.2f}"
     if compiled:
-      # Waiting for a link that others use counts, so it may be longer.
-      waited = min(1.0, row["waited"] / row["seconds"]) if row["seconds"] else 1
-      hidden = 1 - waited
       yield (
         f"  {axes:<32}{row['calls']:>8}{row['bytes'] / _GIB:>12.3f}"
-        f"{milliseconds}{hidden:>8.0%}"
+        f"{milliseconds}{row['hidden']:>8.0%}"
       )
     else:
       yield f"  {axes:<32}{milliseconds}"
