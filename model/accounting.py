@@ -80,6 +80,9 @@ def hardware_flops_per_token(
                are only added to the layer's output
     "nested"   all layers for the inputs of each, then again as "block"
 
+  With "dots" cuDNN's attention (`attention="gpu"`), which names nothing that
+  could be kept, runs forward again; that is not counted here.
+
   The head is never computed again (`losses.cross_entropy`). Masked work that
   an implementation does in vain is not counted.
 
