@@ -7,7 +7,8 @@
 
 Source: The Llama 3 Herd of Models (arXiv:2407.21783): table 3 (learning rate
 3e-4), section 3.4.1 (4 M tokens a step at first; what it says of the 405B
-model's schedule, 8000 steps of warm-up and a cosine, is taken over).
+model's schedule, 8000 steps of warm-up and a cosine to a hundredth, is taken
+over). 240,000 steps are 1 T tokens.
 
 Not run here for want of the machines: these are settings, not results. By
 `plan.dryrun` (jax 0.12), of a chip: "v5p-64" 61.7 of 95.7 GiB, 11.54 s a step
